@@ -1,0 +1,160 @@
+"""Directories that appear whole or not at all, and the manifest that says what is in them.
+
+Every stage writes into a staging directory beside its target and renames it into place at the end. A reader
+therefore never sees half an artifact, whatever ended the writer: an error, a full disk, Ctrl-C or SIGKILL.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import bertship
+from bertship.errors import InputError
+
+MANIFEST = "manifest.json"
+_RECORDED_PACKAGES = ("numpy", "onnx", "onnxruntime", "tensorrt", "tokenizers", "torch")
+
+
+@contextlib.contextmanager
+def publish(target: Path) -> Iterator[Path]:
+    """Yield an empty staging directory that becomes `target` when the block ends well and vanishes when it does not.
+
+    An existing `target` is replaced as a whole. The staging directory is on the same file system, so the switch is
+    two renames; a reader can at worst find no directory for the instant between them.
+    """
+    target = Path(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(f"cannot write {target}: {error.filename} is a file, not a directory") from None
+    _remove_leftovers(target)
+    staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    staging.mkdir()
+    try:
+        yield staging
+        replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        if target.exists():
+            target.rename(replaced)
+        staging.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Clean up after writers of `target` that were killed; put a replaced directory back if the new one never came."""
+    for kind in ("replaced", "partial"):
+        for leftover in target.parent.glob(f".{target.name}.{kind}-*"):
+            pid = leftover.name.rpartition("-")[2]
+            if pid.isdigit() and Path(f"/proc/{pid}").exists() and int(pid) != os.getpid():
+                continue
+            if kind == "replaced" and not target.exists():
+                leftover.rename(target)
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a single file beside its place and rename it there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        staging.write_text(text, encoding="utf-8")
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def code_digest(root: Path, patterns: Iterable[str]) -> str:
+    """Hash of the source files below `root` that match: part of a fingerprint, so that changed code is run again."""
+    digest = hashlib.sha256()
+    for pattern in patterns:
+        for path in sorted(root.glob(pattern)):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can change a result: the project, Python and the installed libraries."""
+    found = {"bertship": bertship.__version__, "python": platform.python_version()}
+    for package in _RECORDED_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def write_manifest(
+    directory: Path,
+    stage: str,
+    *,
+    fingerprint: str = "",
+    config: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    **facts: Any,
+) -> dict[str, Any]:
+    """Describe every file in `directory` (size in bytes, SHA-256) and how it came about; returns what was written."""
+    files = {
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    manifest = {
+        "stage": stage,
+        "fingerprint": fingerprint,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": versions(),
+        "config": dict(config or {}),
+        "inputs": dict(inputs or {}),
+        "metrics": dict(metrics or {}),
+        **facts,
+        "files": files,
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2, default=str) + "\n", encoding="utf-8")
+    return manifest
+
+
+def read_manifest(directory: Path, stage: str | None = None) -> dict[str, Any]:
+    """The manifest of `directory`; `stage` says which stage must have written it. Raises InputError."""
+    path = Path(directory) / MANIFEST
+    if not path.is_file():
+        made_by = f" (the directory that `bertship {stage}` writes)" if stage else ""
+        raise InputError(f"no {MANIFEST} in {directory}{made_by}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}; make the directory again") from None
+    if stage and manifest.get("stage") != stage:
+        raise InputError(f"{directory} was written by stage {manifest.get('stage')!r}; a {stage!r} directory is needed")
+    return manifest
+
+
+def is_current(directory: Path, fingerprint: str) -> bool:
+    """Whether `directory` was made from the inputs of this fingerprint and still holds what its manifest lists."""
+    try:
+        manifest = read_manifest(directory)
+    except InputError:
+        return False
+    return manifest.get("fingerprint") == fingerprint and all(
+        (directory / name).is_file()
+        and (directory / name).stat().st_size == facts["bytes"]
+        and sha256_file(directory / name) == facts["sha256"]
+        for name, facts in manifest["files"].items()
+    )

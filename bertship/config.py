@@ -1,0 +1,151 @@
+"""Typed, strict configuration: an unknown or ill-typed field is an error that names the field and its file.
+
+Presets are TOML files in `presets/`; a user's own file has the same tables (`[model]`, `[pretrain]`) and may name any
+subset of the fields.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from bertship.errors import InputError
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EncoderConfig(_Strict):
+    """The encoder's shape, in the words of a Hugging Face `config.json` (Devlin et al. 2019, section 3)."""
+
+    vocab_size: int = Field(gt=0)  # pieces
+    hidden_size: int = Field(gt=0)  # units
+    num_hidden_layers: int = Field(gt=0)  # Transformer blocks
+    num_attention_heads: int = Field(gt=0)  # heads a block
+    intermediate_size: int = Field(gt=0)  # units of the feed-forward layer
+    max_position_embeddings: int = Field(default=512, gt=0)  # tokens
+    type_vocab_size: int = Field(default=2, gt=0)  # segments
+    hidden_act: Literal["gelu"] = "gelu"
+    hidden_dropout_prob: float = Field(default=0.1, ge=0, lt=1)  # share of units
+    attention_probs_dropout_prob: float = Field(default=0.1, ge=0, lt=1)  # share of attention weights
+    initializer_range: float = Field(default=0.02, gt=0)  # standard deviation
+    layer_norm_eps: float = Field(default=1e-12, gt=0)
+    pad_token_id: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "EncoderConfig":
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        return self
+
+
+class CorpusConfig(_Strict):
+    """Documents to tokens."""
+
+    vocab_size: int = Field(default=8192, ge=64, multiple_of=8)  # pieces, special ones included
+    lowercase: bool = True  # also strips accents, as BERT's uncased tokenizer does
+    heldout_share: float = Field(default=0.05, gt=0, lt=1)  # share of documents kept for evaluation
+    seed: int = Field(default=42, ge=0)
+
+
+class PretrainConfig(_Strict):
+    """Masked LM + next sentence prediction (Devlin et al. 2019, sections 3.1 and A.2)."""
+
+    steps: int = Field(default=300, gt=0)  # optimizer updates
+    batch_size: int = Field(default=32, gt=0)  # sequences an update
+    sequence_length: int = Field(default=128, ge=8)  # tokens, [CLS] and [SEP] included
+    learning_rate: float = Field(default=1e-4, gt=0)  # at its peak
+    warmup_steps: int = Field(default=30, ge=0)  # updates of linear warm-up, then linear decay
+    weight_decay: float = Field(default=0.01, ge=0)
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_eps: float = Field(default=1e-6, gt=0)
+    clip_norm: float = Field(default=1.0, gt=0)  # largest gradient norm
+    masked_share: float = Field(default=0.15, gt=0, lt=1)  # of the tokens, special ones apart
+    mask_rates: tuple[float, float, float] = (0.8, 0.1, 0.1)  # [MASK], random piece, unchanged
+    short_sequence_share: float = Field(default=0.1, ge=0, le=1)  # of the samples, made shorter than they could be
+    heldout_batches: int = Field(default=20, gt=0)  # batches an evaluation
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    seed: int = Field(default=42, ge=0)
+
+
+class FinetuneConfig(_Strict):
+    """One task on a warm start (Devlin et al. 2019, section A.3)."""
+
+    epochs: float = Field(default=3.0, gt=0)  # passes over the training set
+    batch_size: int = Field(default=32, gt=0)  # sequences an update
+    learning_rate: float = Field(default=5e-5, gt=0)  # at its peak
+    warmup_share: float = Field(default=0.1, ge=0, lt=1)  # of the updates; linear, then linear decay to 0
+    weight_decay: float = Field(default=0.01, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    seed: int = Field(default=42, ge=0)
+
+
+def parse(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:
+    """Validate `values`; the first fault becomes one line that names the field, the place and the value seen."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        field = ".".join(str(part) for part in fault["loc"]) or "its values"
+        seen = fault["input"] if fault["loc"] else ""
+        shown = f" (seen: {seen!r})" if fault["loc"] else ""
+        known = f"; known fields: {', '.join(model.model_fields)}" if fault["type"] == "extra_forbidden" else ""
+        raise InputError(f"{where}: {field}: {fault['msg'].removeprefix('Value error, ')}{shown}{known}") from None
+
+
+def preset_names() -> list[str]:
+    """Presets from the smallest to the largest."""
+    return ["tiny", "mini", "small", "medium", "base", "large"]
+
+
+def load_preset(name_or_path: str) -> dict[str, dict[str, Any]]:
+    """Tables of a preset by name, or of a TOML file by path. Raises InputError."""
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        if name_or_path not in preset_names():
+            raise InputError(
+                f"unknown preset {name_or_path!r}; presets are {', '.join(preset_names())}, or give a .toml file"
+            )
+        path = PRESETS / f"{name_or_path}.toml"
+    return read_toml(path)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as tables. Raises InputError with the line of a syntax error."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"no such file: {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not TOML: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_encoder_config(model_dir: Path) -> EncoderConfig:
+    """The encoder's configuration in a Hugging Face model directory. Raises InputError when it is no BERT."""
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise InputError(f"no model in {model_dir}: config.json is missing (a Hugging Face BERT directory is needed)")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict) or values.get("model_type") != "bert":
+        kind = values.get("model_type") if isinstance(values, dict) else type(values).__name__
+        raise InputError(f"{model_dir} is no BERT: model_type in config.json is {kind!r}, 'bert' is needed")
+    if values.get("position_embedding_type", "absolute") != "absolute":
+        raise InputError(
+            f"{path}: position_embedding_type {values['position_embedding_type']!r} is not supported; "
+            "BERT's learned absolute positions are"
+        )
+    known = {name: values[name] for name in EncoderConfig.model_fields if values.get(name) is not None}
+    return parse(EncoderConfig, known, str(path))
