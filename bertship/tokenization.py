@@ -149,9 +149,7 @@ class Tokenizer:
 
 def bert_backend(vocab: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
     """BERT's pipeline over a vocabulary; accents go only with lowercasing."""
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100)
-    )
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
     backend.normalizer = tokenizers.normalizers.BertNormalizer(
         clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lowercase
     )

@@ -1,0 +1,119 @@
+"""A user's own task from a TOML file: a few lines say its kind, its columns, its labels and its metric.
+
+name = "tickets"
+kind = "sentence"              # sentence, pair, regression, span or token
+labels = ["billing", "other"]  # leave it out to take the labels from the training data
+metrics = ["f1"]
+
+[files]
+format = "csv"                 # tsv, csv, jsonl, conll or squad
+train = "train.csv"
+dev = "dev.csv"
+target = "label"
+columns = { TEXT = "message" }
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from bertship.errors import InputError
+from bertship.metrics import LABEL_METRICS, VALUE_METRICS
+from bertship.tasks.base import KINDS, TASKS, Files, Task, read_options
+
+_METRICS = {
+    "cross_entropy": LABEL_METRICS,
+    "mean_squared_error": VALUE_METRICS,
+    "span": ("f1", "exact_match"),
+    "token": ("f1", "precision", "recall"),
+}
+_NUMBERS = {"max_tokens": (8, 512), "overlap": (0, 256), "max_characters": (1, 10_000_000)}
+
+
+def task_from_toml(path: Path) -> Task:
+    """The task that the file defines. Raises InputError that names the field, the value and what is accepted."""
+    from bertship.config import read_toml  # pydantic is not installed where the server runs
+
+    values = read_toml(path)
+    files = values.pop("files", {})
+    known = {"name", "kind", "description", "labels", "metrics", "options", "training", *_NUMBERS}
+    _refuse_unknown(path, values, known, "")
+    name = values.get("name")
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
+        raise InputError(f"{path}: name {name!r}: lower-case letters, digits and _ are needed, a letter first")
+    if name in TASKS:
+        raise InputError(f"{path}: name {name!r} belongs to a built-in task; choose another")
+    kind = values.get("kind")
+    if kind not in KINDS:
+        raise InputError(f"{path}: kind {kind!r} is unknown; kinds are {', '.join(KINDS)}")
+    behaviour = KINDS[kind]
+    labels = _strings(path, "labels", values.get("labels", []))
+    if labels and (len(set(labels)) < 2 or len(set(labels)) != len(labels)):
+        raise InputError(f"{path}: labels {list(labels)!r}: at least two different ones are needed, each once")
+    offered = _METRICS[behaviour.loss]
+    metrics = _strings(path, "metrics", values.get("metrics", offered[:1]))
+    for metric in metrics:
+        if metric not in offered:
+            raise InputError(f"{path}: metric {metric!r} does not fit kind {kind!r}; it has {', '.join(offered)}")
+    defaults = next(task for task in TASKS.values() if task.kind == kind)
+    numbers = {}
+    for field, (low, high) in _NUMBERS.items():
+        value = values.get(field, getattr(defaults, field))
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise InputError(f"{path}: {field} {value!r}: a whole number from {low} to {high} is needed")
+        numbers[field] = value
+    task = Task(
+        name=name,
+        kind=kind,
+        description=str(values.get("description", f"{name} ({path.name})")),
+        labels=labels,
+        metrics=metrics,
+        options=dict(defaults.options),
+        files=_files(path, files, kind),
+        training=dict(values.get("training", {})),
+        **numbers,
+    )
+    return Task.from_json(Task(**{**task.__dict__, "options": read_options(task, values.get("options"))}).to_json())
+
+
+def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
+    from bertship.tasks.readers import READERS
+
+    _refuse_unknown(path, values, {"format", "train", "dev", "test", "columns", "target", "header", "labels"}, "files.")
+    form = values.get("format", {"span": "squad", "token": "conll"}.get(kind, "tsv"))
+    if form not in READERS:
+        raise InputError(f"{path}: files.format {form!r} is unknown; formats are {', '.join(READERS)}")
+    columns = values.get("columns", {})
+    tabular = form in ("tsv", "csv", "jsonl")
+    wanted = set(KINDS[kind].inputs) if tabular else set()
+    if not isinstance(columns, dict) or set(columns) != wanted:
+        raise InputError(
+            f"{path}: files.columns {columns!r}: a column for each of {', '.join(sorted(wanted)) or 'nothing'} is needed"
+        )
+    header = values.get("header", True)
+    for name, column in {**columns, "target": values.get("target", "label")}.items():
+        if not isinstance(column, str if header else int) or isinstance(column, bool):
+            raise InputError(
+                f"{path}: files column for {name} is {column!r}; "
+                f"{'its name in the header' if header else 'its number, from 0, as header = false'} is needed"
+            )
+    return Files(
+        format=form,
+        splits={split: (str(values.get(split, f"{split}.{form}")),) for split in ("train", "dev")},
+        columns=columns,
+        target=values.get("target", "label"),
+        header=header,
+        labels={str(key): str(value) for key, value in values.get("labels", {}).items()},
+    )
+
+
+def _refuse_unknown(path: Path, values: dict[str, Any], known: set[str], prefix: str) -> None:
+    for field in values:
+        if field not in known:
+            raise InputError(f"{path}: unknown field {prefix}{field}; known fields are {', '.join(sorted(known))}")
+
+
+def _strings(path: Path, field: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise InputError(f"{path}: {field} {value!r}: a list of strings is needed")
+    return tuple(value)

@@ -1,0 +1,265 @@
+"""Named entities: one label a word, read at the word's first piece (Devlin et al. 2019, section 5.3).
+
+Raw text is cut into words by `split_words`, here and nowhere else. Long texts become overlapping windows; a word's
+label comes from the window in which it has the most context.
+"""
+
+import json
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bertship.errors import InputError
+from bertship.metrics import score_entities
+from bertship.tasks.base import (
+    Answers,
+    Columns,
+    Encoded,
+    Example,
+    Files,
+    Kind,
+    Logits,
+    Task,
+    TensorSpec,
+    register,
+    register_kind,
+    softmax,
+)
+from bertship.tokenization import NO_OFFSET, Row, Tokenizer, Tokens, windows
+
+OUTSIDE = "O"
+IGNORED = -100  # a label that the loss leaves out: special tokens and pieces after a word's first
+
+
+class Entity(NamedTuple):
+    """A labelled span in code points, end exclusive."""
+
+    label: str
+    start: int
+    end: int
+
+
+@register_kind
+class Token(Kind):
+    """Entities in a text. Targets are lists of `Entity`; labels are IOB2 tags."""
+
+    name = "token"
+    head = "token"
+    loss = "token"
+    inputs = ("TEXT",)
+    annotations = ("WORDS",)  # each text's words as [start, end] in code points
+    row_tensors = (TensorSpec("OWNER", "INT32"), TensorSpec("OFFSETS", "INT32", (-1, -1, 2)))
+    chunks = True
+
+    def outputs(self, task: Task) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("ENTITIES", "BYTES"),)
+
+    def logits(self, task: Task) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("logits", "FP32", (-1, len(task.labels) or -1)),)
+
+    def encode(self, task: Task, tokenizer: Tokenizer, columns: Columns) -> Encoded:
+        """Rows whose OFFSETS hold, for each piece, the place of the whole word that it belongs to."""
+        texts = columns["TEXT"]
+        words = columns.get("WORDS") or [split_words(text) for text in texts]
+        rows = []
+        size = task.max_tokens - 2
+        for owner, (tokens, spans) in enumerate(zip(tokenizer.tokenize(texts), words, strict=True)):
+            places = _words_of(tokens, spans)
+            for start, end in windows(len(tokens), size, min(task.overlap, size - 1)):
+                row = tokenizer.row(Tokens(tokens.ids[start:end], tokens.offsets[start:end]), owner=owner)
+                offsets = np.full((len(row), 2), NO_OFFSET, np.int32)
+                offsets[1:-1] = places[start:end]
+                rows.append(Row(row.ids, row.types, owner, offsets))
+        return Encoded(rows, np.zeros(len(texts), bool))
+
+    def decode(
+        self, task: Task, columns: Columns, table: Mapping[str, np.ndarray], logits: Logits, options: Mapping[str, Any]
+    ) -> Answers:
+        entities = []
+        for i, text in enumerate(columns["TEXT"]):
+            rows = np.flatnonzero(table["OWNER"] == i)
+            words = _labelled_words(task, table["OFFSETS"], logits["logits"], rows)
+            entities.append(
+                json.dumps(
+                    [
+                        {
+                            "label": label,
+                            "text": text[start:end],
+                            "start": start,
+                            "end": end,
+                            "score": round(score, 6),
+                        }
+                        for (label, start, end), score in _merge(words)
+                    ],
+                    ensure_ascii=False,
+                )
+            )
+        return {"ENTITIES": np.array(entities, object)}
+
+    def targets(self, task: Task, rows: Sequence[Row], examples: Sequence[Example]) -> list[Any]:
+        """A label index for each token: the word's tag at its first piece, IGNORED elsewhere."""
+        index = {label: i for i, label in enumerate(task.labels)}
+        found = []
+        for row in rows:
+            assert row.offsets is not None
+            tags = dict(tag_words(examples[row.owner].columns["WORDS"], examples[row.owner].target))
+            labels = np.full(len(row), IGNORED, np.int64)
+            for place in np.flatnonzero(_first_pieces(row.offsets)):
+                labels[place] = index[tags[int(row.offsets[place, 0]), int(row.offsets[place, 1])]]
+            found.append(labels)
+        return found
+
+    def score(self, task: Task, examples: Sequence[Example], answers: Answers) -> dict[str, float]:
+        predicted = [[Entity(e["label"], e["start"], e["end"]) for e in json.loads(a)] for a in answers["ENTITIES"]]
+        return score_entities([list(e.target) for e in examples], predicted)
+
+    def decisions(self, answers: Answers) -> list[Any]:
+        return [[(e["label"], e["start"], e["end"]) for e in json.loads(a)] for a in answers["ENTITIES"]]
+
+    def labels_in(self, examples: Iterable[Example]) -> tuple[str, ...]:
+        kinds = sorted({entity.label for example in examples for entity in example.target})
+        return (OUTSIDE, *(f"{prefix}-{kind}" for kind in kinds for prefix in "BI"))
+
+    def check(self, task: Task, examples: Sequence[Example]) -> None:
+        known = set(task.labels)
+        for example in examples:
+            for entity in example.target:
+                if f"B-{entity.label}" not in known:
+                    raise InputError(
+                        f"{example.where}: entity {entity.label!r} is unknown to task {task.name}; "
+                        f"its labels are {', '.join(task.labels)}"
+                    )
+
+
+def split_words(text: str) -> list[tuple[int, int]]:
+    """Words of a raw text as code points: runs without white space, their outer punctuation each a word of its own.
+
+    `"U.S.-based (ACME)."` gives `U.S.-based`, `(`, `ACME`, `)`, `.`; leading `@` and `#` stay, as in tweets.
+    """
+    words, start = [], None
+    for place, character in enumerate(text + " "):
+        if character.isspace():
+            if start is not None:
+                words += _peel(text, start, place)
+            start = None
+        elif start is None:
+            start = place
+    return words
+
+
+def _peel(text: str, start: int, end: int) -> list[tuple[int, int]]:
+    before, after = [], []
+    while start < end and _punctuation(text[start]) and text[start] not in "@#":
+        before.append((start, start + 1))
+        start += 1
+    while end > start and _punctuation(text[end - 1]):
+        after.append((end - 1, end))
+        end -= 1
+    return [*before, *([(start, end)] if start < end else []), *reversed(after)]
+
+
+def _punctuation(character: str) -> bool:
+    return unicodedata.category(character).startswith("P")
+
+
+def tag_words(words: Sequence[Sequence[int]], entities: Sequence[Entity]) -> list[tuple[tuple[int, int], str]]:
+    """Each word's IOB2 tag: B for an entity's first word, I inside it, O elsewhere."""
+    starts = {start: label for label, start, _ in entities}
+    tagged, label, until = [], None, -1
+    ends = {start: end for _, start, end in entities}
+    for start, end in words:
+        if start in starts:
+            label, until = starts[start], ends[start]
+            tag = f"B-{label}"
+        elif label is not None and end <= until:
+            tag = f"I-{label}"
+        else:
+            label, tag = None, OUTSIDE
+        tagged.append(((int(start), int(end)), tag))
+    return tagged
+
+
+def entities_of(words: Sequence[Sequence[int]], tags: Sequence[str]) -> list[Entity]:
+    """Entities of tagged words, from IOB1 or IOB2: an `I-` that continues nothing begins an entity."""
+    return [
+        entity for entity, _ in _merge([(int(s), int(e), tag, 1.0) for (s, e), tag in zip(words, tags, strict=True)])
+    ]
+
+
+def _merge(words: Iterable[tuple[int, int, str, float]]) -> list[tuple[Entity, float]]:
+    """Tagged words to entities; an entity's score is the mean probability of its words' tags."""
+    merged: list[tuple[Entity, list[float]]] = []
+    previous = OUTSIDE
+    for start, end, tag, score in words:
+        if tag != OUTSIDE:
+            prefix, _, label = tag.partition("-")
+            if prefix == "I" and previous != OUTSIDE and previous.partition("-")[2] == label:
+                entity, scores = merged[-1]
+                merged[-1] = (entity._replace(end=end), [*scores, score])
+            else:
+                merged.append((Entity(label, start, end), [score]))
+        previous = tag
+    return [(entity, sum(scores) / len(scores)) for entity, scores in merged]
+
+
+def _words_of(tokens: Tokens, words: Sequence[Sequence[int]]) -> np.ndarray:
+    """For each token the place of the word that it lies in, NO_OFFSET for a token between words: int32 [T, 2]."""
+    places = np.full((len(tokens), 2), NO_OFFSET, np.int32)
+    if len(words) and len(tokens):
+        spans = np.asarray(words, np.int32)
+        word = np.searchsorted(spans[:, 0], tokens.offsets[:, 0], side="right") - 1
+        inside = (word >= 0) & (tokens.offsets[:, 0] < spans[word, 1])
+        places[inside] = spans[word[inside]]
+    return places
+
+
+def _first_pieces(offsets: np.ndarray) -> np.ndarray:
+    """Which tokens begin a word: bool [S]."""
+    previous = np.vstack([[[NO_OFFSET, NO_OFFSET]], offsets[:-1]])
+    return (offsets[:, 0] != NO_OFFSET) & (offsets[:, 0] != previous[:, 0])
+
+
+def _labelled_words(
+    task: Task, offsets: np.ndarray, logits: Sequence[np.ndarray], rows: np.ndarray
+) -> list[tuple[int, int, str, float]]:
+    """Each word once, in order: start, end, tag, and the tag's probability."""
+    best: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for w in rows:
+        places = offsets[w]
+        tokens = np.flatnonzero(places[:, 0] != NO_OFFSET)
+        if not len(tokens):
+            continue
+        for token in np.flatnonzero(_first_pieces(places)):
+            word = (int(places[token, 0]), int(places[token, 1]))
+            context = int(min(token - tokens[0], tokens[-1] - token))
+            # the earlier window wins a tie: it holds the word's true first piece
+            if word not in best or context > best[word][0]:
+                best[word] = (context, int(w), int(token))
+    labelled = []
+    for (start, end), (_, w, token) in sorted(best.items()):
+        probabilities = softmax(logits[w][token])
+        label = int(probabilities.argmax())
+        labelled.append((start, end, task.labels[label], float(probabilities[label])))
+    return labelled
+
+
+register(
+    Task(
+        name="ner",
+        kind="token",
+        description="named entities in a text (CoNLL columns)",
+        metrics=("f1", "precision", "recall"),
+        max_tokens=128,
+        overlap=32,
+        files=Files(
+            format="conll",
+            splits={
+                "train": ("train.conll", "train.txt", "eng.train"),
+                "dev": ("dev.conll", "valid.txt", "dev.txt", "eng.testa"),
+            },
+        ),
+        training={"epochs": 3},
+    )
+)
