@@ -65,6 +65,13 @@ def check_columns(task: Task, columns: Columns) -> None:
         for i, text in enumerate(columns[name]):
             if not isinstance(text, str):
                 raise InputError(f"{task.name}: {name}[{i}] is {text!r:.60}, a string is needed")
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise InputError(
+                    f"{task.name}: {name}[{i}] has a lone surrogate {text[error.start]!r} at character {error.start}; "
+                    "decode the text with the right encoding first"
+                ) from None
     characters = sum(len(text) for name in names for text in columns[name])
     if characters > task.max_characters:
         raise InputError(

@@ -63,7 +63,8 @@ class Tokenizer:
         if missing:
             raise InputError(f"{where} lacks the special tokens {', '.join(missing)}")
         self.backend = backend
-        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = map(backend.token_to_id, SPECIAL_TOKENS)
+        ids: list[int] = list(map(backend.token_to_id, SPECIAL_TOKENS))
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = ids
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         normalizer = json.loads(backend.to_str())["normalizer"] or {}
         self.lowercase: bool = bool(normalizer.get("lowercase", False))
@@ -128,13 +129,12 @@ class Tokenizer:
     def save(self, model_dir: Path, max_tokens: int = 512) -> None:
         """Write the Hugging Face tokenizer files: tokenizer.json, vocab.txt and the two configurations."""
         pieces = sorted(self.backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
-        self.backend.encode_special_tokens = False  # other readers of the file keep their own default
-        try:
-            self.backend.save(str(model_dir / "tokenizer.json"))
-        finally:
-            self.backend.encode_special_tokens = True
+        self.backend.save(str(model_dir / "tokenizer.json"))
         (model_dir / "vocab.txt").write_text("".join(f"{piece}\n" for piece, _ in pieces), "utf-8", newline="\n")
-        names = {f"{name}_token": token for name, token in zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL_TOKENS)}
+        names = {
+            f"{name}_token": token
+            for name, token in zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL_TOKENS, strict=True)
+        }
         settings = {
             "tokenizer_class": "BertTokenizer",
             "do_lower_case": self.lowercase,

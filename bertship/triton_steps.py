@@ -4,6 +4,7 @@ A repository's `1/model.py` takes its class from here. A step finds what it need
 `tokenizer.json` or `model.onnx`. Every fault of a request becomes an INVALID_ARG error of that request alone.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ class _Step:
         raise NotImplementedError
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return [self._respond(lambda request=request: self.answer(request)) for request in requests]
+        return [self._respond(functools.partial(self.answer, request)) for request in requests]
 
     def _respond(self, answer: Callable[[], dict[str, np.ndarray]]) -> Any:
         try:
@@ -89,9 +90,7 @@ class EncodeStep(_Step):
         rows: list[Row] = []
         shapes = []
         for request in requests:
-            ids, mask, types = (
-                pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in OnnxRunner.INPUTS
-            )
+            ids, mask, types = (_array(request, name) for name in OnnxRunner.INPUTS)
             for length, row_ids, row_types in zip(mask.sum(axis=1), ids, types, strict=True):
                 rows.append(Row(row_ids[: max(length, 1)], row_types[: max(length, 1)]))
             shapes.append(ids.shape)
@@ -116,16 +115,15 @@ class DecodeStep(_Step):
 
     def answer(self, request: Any) -> dict[str, np.ndarray]:
         kind = self.task.behaviour
-        table = {
-            spec.name: pb_utils.get_input_tensor_by_name(request, spec.name).as_numpy() for spec in kind.row_tensors
-        }
-        logits = {
-            spec.name: pb_utils.get_input_tensor_by_name(request, spec.name).as_numpy()
-            for spec in kind.logits(self.task)
-        }
+        table = {spec.name: _array(request, spec.name) for spec in kind.row_tensors}
+        logits = {spec.name: _array(request, spec.name) for spec in kind.logits(self.task)}
         columns = _texts(self.task, request) if kind.row_tensors else {}
         answers = kind.decode(self.task, columns, table, logits, read_options(self.task, _parameters(request)))
         return {spec.name: _as_triton(answers[spec.name], spec) for spec in kind.outputs(self.task)}
+
+
+def _array(request: Any, name: str) -> np.ndarray:
+    return pb_utils.get_input_tensor_by_name(request, name).as_numpy()
 
 
 def _texts(task: Task, request: Any) -> dict[str, list[str]]:
@@ -133,7 +131,7 @@ def _texts(task: Task, request: Any) -> dict[str, list[str]]:
     columns = {}
     for name in task.behaviour.inputs:
         texts = []
-        for i, raw in enumerate(pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel()):
+        for i, raw in enumerate(_array(request, name).ravel()):
             try:
                 texts.append(raw.decode("utf-8"))
             except UnicodeDecodeError as error:

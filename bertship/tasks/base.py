@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from bertship.tokenization import NO_OFFSET, Row, Tokenizer
 Columns = Mapping[str, Sequence[Any]]
 # the answers by tensor name; element i of each array belongs to element i of the columns
 Answers = dict[str, np.ndarray]
-# logits by output name; item w belongs to row w and covers at least that row's tokens
-Logits = Mapping[str, Sequence[np.ndarray]]
+# logits by output name, a list or an array; item w belongs to row w and covers at least that row's tokens
+Logits = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Kind(ABC):
     inputs: tuple[str, ...]  # BYTES [-1] each
     annotations: tuple[str, ...] = ()  # columns that only labelled data has, such as the words of a CoNLL file
     row_tensors: tuple[TensorSpec, ...] = ()  # what decoding needs to know of the rows
-    options: Mapping[str, Option] = {}
+    options: ClassVar[Mapping[str, Option]] = {}
     chunks = False  # whether long texts become several rows
     needs_labels = True
 
@@ -173,6 +173,7 @@ class Kind(ABC):
         """The labels that occur, sorted: for tasks that take them from the data."""
         return tuple(sorted({str(example.target) for example in examples}))
 
+    @abstractmethod
     def check(self, task: Task, examples: Sequence[Example]) -> None:
         """Refuse targets that the task does not know. Raises InputError with the place."""
 

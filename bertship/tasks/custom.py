@@ -88,7 +88,7 @@ def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
     wanted = set(KINDS[kind].inputs) if tabular else set()
     if not isinstance(columns, dict) or set(columns) != wanted:
         raise InputError(
-            f"{path}: files.columns {columns!r}: a column for each of {', '.join(sorted(wanted)) or 'nothing'} is needed"
+            f"{path}: files.columns {columns!r}: one for each of {', '.join(sorted(wanted)) or 'nothing'} is needed"
         )
     header = values.get("header", True)
     for name, column in {**columns, "target": values.get("target", "label")}.items():

@@ -49,7 +49,8 @@ class Sentence(Kind):
         rows, truncated = [], []
         for owner, parts in enumerate(zip(*texts, strict=True)):
             kept = _cut_longest([len(part) for part in parts], room)
-            rows.append(tokenizer.row(*(_first(part, n) for part, n in zip(parts, kept, strict=True)), owner=owner))
+            cut = [_first(part, n) for part, n in zip(parts, kept, strict=True)]
+            rows.append(tokenizer.row(cut[0], cut[1] if len(cut) > 1 else None, owner))
             truncated.append(sum(kept) < sum(map(len, parts)))
         return Encoded(rows, np.array(truncated, bool))
 

@@ -79,7 +79,7 @@ class Token(Kind):
     ) -> Answers:
         entities = []
         for i, text in enumerate(columns["TEXT"]):
-            rows = np.flatnonzero(table["OWNER"] == i)
+            rows = np.flatnonzero(table["OWNER"] == i).tolist()
             words = _labelled_words(task, table["OFFSETS"], logits["logits"], rows)
             entities.append(
                 json.dumps(
@@ -183,9 +183,8 @@ def tag_words(words: Sequence[Sequence[int]], entities: Sequence[Entity]) -> lis
 
 def entities_of(words: Sequence[Sequence[int]], tags: Sequence[str]) -> list[Entity]:
     """Entities of tagged words, from IOB1 or IOB2: an `I-` that continues nothing begins an entity."""
-    return [
-        entity for entity, _ in _merge([(int(s), int(e), tag, 1.0) for (s, e), tag in zip(words, tags, strict=True)])
-    ]
+    tagged = [(int(start), int(end), tag, 1.0) for (start, end), tag in zip(words, tags, strict=True)]
+    return [entity for entity, _ in _merge(tagged)]
 
 
 def _merge(words: Iterable[tuple[int, int, str, float]]) -> list[tuple[Entity, float]]:
@@ -222,7 +221,7 @@ def _first_pieces(offsets: np.ndarray) -> np.ndarray:
 
 
 def _labelled_words(
-    task: Task, offsets: np.ndarray, logits: Sequence[np.ndarray], rows: np.ndarray
+    task: Task, offsets: np.ndarray, logits: Sequence[np.ndarray], rows: Sequence[int]
 ) -> list[tuple[int, int, str, float]]:
     """Each word once, in order: start, end, tag, and the tag's probability."""
     best: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -236,7 +235,7 @@ def _labelled_words(
             context = int(min(token - tokens[0], tokens[-1] - token))
             # the earlier window wins a tie: it holds the word's true first piece
             if word not in best or context > best[word][0]:
-                best[word] = (context, int(w), int(token))
+                best[word] = (context, w, int(token))
     labelled = []
     for (start, end), (_, w, token) in sorted(best.items()):
         probabilities = softmax(logits[w][token])

@@ -20,9 +20,8 @@ def read_split(task: Task, folder: Path, split: str) -> list[Example]:
     names = task.files.splits.get(split, ())
     path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
-        raise InputError(
-            f"no {split} file for task {task.name} in {folder}; looked for {', '.join(names) or 'nothing'}"
-        )
+        looked_for = ", ".join(names) or "nothing: the task has no such split"
+        raise InputError(f"no {split} file for task {task.name} in {folder}; looked for {looked_for}")
     examples = list(READERS[task.files.format](task, path))
     if not examples:
         raise InputError(f"{path} holds no examples")

@@ -6,7 +6,7 @@ are on one scale; probabilities of separate softmaxes are not.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Span(Kind):
     loss = "span"
     inputs = ("QUESTION", "CONTEXT")
     row_tensors = (TensorSpec("OWNER", "INT32"), TensorSpec("OFFSETS", "INT32", (-1, -1, 2)))
-    options = {
+    options: ClassVar[Mapping[str, Option]] = {
         "top_k": Option(int, 1, 100),
         "max_answer_tokens": Option(int, 1, 512),
         "null_threshold": Option(float, -1e4, 1e4, optional=True),
@@ -99,7 +99,7 @@ class Span(Kind):
         owners = table["OWNER"]
         found: list[dict[str, Any]] = []
         for i, context in enumerate(contexts):
-            rows = np.flatnonzero(owners == i)
+            rows = np.flatnonzero(owners == i).tolist()
             found.append(_answer(context, [_spans(table, logits, w, options) for w in rows], options))
         return {
             "ANSWER": np.array([answer["answer"] for answer in found], object),
