@@ -94,11 +94,14 @@ def parse(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:
         return model.model_validate(values)
     except ValidationError as error:
         fault = error.errors()[0]
-        field = ".".join(str(part) for part in fault["loc"]) or "its values"
-        seen = fault["input"] if fault["loc"] else ""
-        shown = f" (seen: {seen!r})" if fault["loc"] else ""
-        known = f"; known fields: {', '.join(model.model_fields)}" if fault["type"] == "extra_forbidden" else ""
-        raise InputError(f"{where}: {field}: {fault['msg'].removeprefix('Value error, ')}{shown}{known}") from None
+        field = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            reason = f"unknown field {field}; known fields: {', '.join(model.model_fields)}"
+        elif field:
+            reason = f"{field} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
+        else:
+            reason = fault["msg"].removeprefix("Value error, ")
+        raise InputError(f"{where}: {reason}") from None
 
 
 def preset_names() -> list[str]:

@@ -1,14 +1,18 @@
 """Texts to rows to logits to answers, in NumPy: `predict`, the parity gate and Triton's steps all run this code."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from bertship.artifacts import read_manifest
 from bertship.errors import InputError
 from bertship.tasks.base import Answers, Columns, Encoded, Logits, Task, read_options, row_table
 from bertship.tokenization import Row, Tokenizer
 
+JSON_OUTPUTS = ("CANDIDATES", "ENTITIES")  # text that holds JSON
 BATCH_ROWS = 256  # rows tokenized, run and decoded together; bounds the memory of a whole dev set
 
 
@@ -42,6 +46,40 @@ class Pipeline:
             answers = self.task.behaviour.decode(self.task, part, table, logits, options)
             parts.append({**answers, "TRUNCATED": encoded.truncated})
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def ask(self, columns: Columns, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """The answers as plain Python, one dict an element."""
+        return as_records(self(columns, parameters))
+
+
+def as_records(answers: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Answers by tensor name as one dict an element, with JSON outputs read."""
+
+    def plain(name: str, value: Any) -> Any:
+        if name in JSON_OUTPUTS:
+            return json.loads(value)
+        return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+    count = len(next(iter(answers.values())))
+    return [{name: plain(name, values[i]) for name, values in answers.items()} for i in range(count)]
+
+
+def from_export(export: Path, precision: str | None = None, threads: int | None = None) -> Pipeline:
+    """The pipeline of an export directory on ONNX Runtime; `precision` None takes what would be served."""
+    from bertship.runners import OnnxRunner
+
+    manifest = read_manifest(export, "export")
+    runner = OnnxRunner(export / graph_of(manifest, precision), threads)
+    return Pipeline(Task.from_file(export / "task.json"), Tokenizer.from_file(export / "tokenizer.json"), runner)
+
+
+def graph_of(manifest: Mapping[str, Any], precision: str | None) -> str:
+    """The file name of an export's graph in `precision`, or in the one that would be served. Raises InputError."""
+    graphs = manifest["graphs"]
+    chosen = precision or manifest["serve"]
+    if chosen not in graphs:
+        raise InputError(f"the export of {manifest['task']} has no {chosen} graph; it has {', '.join(graphs)}")
+    return str(graphs[chosen])
 
 
 def encode(task: Task, tokenizer: Tokenizer, columns: Columns) -> Encoded:

@@ -63,7 +63,7 @@ class Tokenizer:
         if missing:
             raise InputError(f"{where} lacks the special tokens {', '.join(missing)}")
         self.backend = backend
-        ids: list[int] = list(map(backend.token_to_id, SPECIAL_TOKENS))
+        ids = [backend.get_vocab(with_added_tokens=True)[token] for token in SPECIAL_TOKENS]
         self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = ids
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         normalizer = json.loads(backend.to_str())["normalizer"] or {}

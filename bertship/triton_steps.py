@@ -19,8 +19,6 @@ from bertship.runners import OnnxRunner
 from bertship.tasks.base import Task, TensorSpec, read_options, row_table
 from bertship.tokenization import Row, Tokenizer, pad
 
-MAX_ROWS = 4096  # rows of one request; the encoder's max_batch_size in the embedded server
-
 _NUMPY = {"BOOL": bool, "BYTES": object, "FP32": np.float32, "INT32": np.int32, "INT64": np.int64}
 
 
@@ -59,19 +57,24 @@ class TokenizeStep(_Step):
 
     def load(self) -> None:
         self.tokenizer = Tokenizer.from_file(self.folder / "tokenizer.json")
+        self.max_rows = int(self.parameters["max_rows"])
+        self.buckets = [int(length) for length in self.parameters.get("pad_to", "").split(",") if length]
+        encode(self.task, self.tokenizer, {name: ["warm"] for name in self.task.behaviour.inputs})
 
     def answer(self, request: Any) -> dict[str, np.ndarray]:
         columns = _texts(self.task, request)
         check_columns(self.task, columns)
         read_options(self.task, _parameters(request))  # a bad parameter is refused before the encoder runs
         encoded = encode(self.task, self.tokenizer, columns)
-        if len(encoded.rows) > MAX_ROWS:
+        if len(encoded.rows) > self.max_rows:
             raise InputError(
                 f"{self.task.name}: the request makes {len(encoded.rows):,} rows of up to {self.task.max_tokens} "
-                f"tokens; at most {MAX_ROWS:,} are allowed, send fewer or shorter texts"
+                f"tokens; at most {self.max_rows:,} are allowed, send fewer or shorter texts"
             )
+        longest = max(map(len, encoded.rows))
+        length = next((bucket for bucket in self.buckets if bucket >= longest), longest)
         return {
-            **pad(encoded.rows, self.tokenizer.pad_id),
+            **pad(encoded.rows, self.tokenizer.pad_id, length),
             **row_table(self.task.behaviour, encoded.rows),
             "TRUNCATED": encoded.truncated,
         }

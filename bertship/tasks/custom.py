@@ -13,6 +13,7 @@ target = "label"
 columns = { TEXT = "message" }
 """
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -56,24 +57,30 @@ def task_from_toml(path: Path) -> Task:
         if metric not in offered:
             raise InputError(f"{path}: metric {metric!r} does not fit kind {kind!r}; it has {', '.join(offered)}")
     defaults = next(task for task in TASKS.values() if task.kind == kind)
-    numbers = {}
-    for field, (low, high) in _NUMBERS.items():
-        value = values.get(field, getattr(defaults, field))
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise InputError(f"{path}: {field} {value!r}: a whole number from {low} to {high} is needed")
-        numbers[field] = value
+    numbers = {
+        field: _number(path, field, values.get(field, getattr(defaults, field)), *bounds)
+        for field, bounds in _NUMBERS.items()
+    }
     task = Task(
         name=name,
         kind=kind,
         description=str(values.get("description", f"{name} ({path.name})")),
         labels=labels,
         metrics=metrics,
+        max_tokens=numbers["max_tokens"],
+        overlap=numbers["overlap"],
+        max_characters=numbers["max_characters"],
         options=dict(defaults.options),
         files=_files(path, files, kind),
         training=dict(values.get("training", {})),
-        **numbers,
     )
-    return Task.from_json(Task(**{**task.__dict__, "options": read_options(task, values.get("options"))}).to_json())
+    return dataclasses.replace(task, options=read_options(task, values.get("options")))
+
+
+def _number(path: Path, field: str, value: Any, low: int, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InputError(f"{path}: {field} {value!r}: a whole number from {low} to {high} is needed")
+    return value
 
 
 def _files(path: Path, values: dict[str, Any], kind: str) -> Files:

@@ -161,6 +161,7 @@ register(
             columns={"TEXT": "sentence"},
             labels={"0": "negative", "1": "positive"},
         ),
+        packaged="reviews",
         training={"epochs": 2, "learning_rate": 1e-4},
     )
 )

@@ -230,12 +230,12 @@ def _labelled_words(
         tokens = np.flatnonzero(places[:, 0] != NO_OFFSET)
         if not len(tokens):
             continue
-        for token in np.flatnonzero(_first_pieces(places)):
+        for token in np.flatnonzero(_first_pieces(places)).tolist():
             word = (int(places[token, 0]), int(places[token, 1]))
             context = int(min(token - tokens[0], tokens[-1] - token))
             # the earlier window wins a tie: it holds the word's true first piece
             if word not in best or context > best[word][0]:
-                best[word] = (context, w, int(token))
+                best[word] = (context, w, token)
     labelled = []
     for (start, end), (_, w, token) in sorted(best.items()):
         probabilities = softmax(logits[w][token])

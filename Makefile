@@ -1,0 +1,109 @@
+# Every target sets up what it needs; `make` alone prints this help.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory
+
+TASK ?= sst2
+PRESET ?= tiny
+PRECISION ?= auto
+INIT ?=
+DATA ?=
+SEED ?=
+NAME ?= default
+REPOSITORY ?= model_repository
+PYTHON ?= python3
+# a CPU-only machine can be spared the CUDA libraries by PyTorch's own index of CPU wheels (see pytorch.org)
+TORCH_INDEX_URL ?=
+export TRITON_PYTHON
+
+BERTSHIP := .venv/bin/bertship
+RUN_STAMP := .venv/.run-installed
+DEV_STAMP := .venv/.dev-installed
+PINS := requirements/constraints.txt
+PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
+
+option = $(if $($(1)),--$(2) '$($(1))')
+SEEDED := $(if $(SEED),--set seed=$(SEED))
+# taken as typed: no character of a text means anything to Make or to the shell
+export ASK_TEXT := $(value TEXT)
+export ASK_TEXT_PAIR := $(value TEXT_PAIR)
+export ASK_QUESTION := $(value QUESTION)
+export ASK_CONTEXT := $(value CONTEXT)
+given = $(if $(filter undefined,$(origin $(1))),,--$(2) "$$ASK_$(1)")
+
+.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask clean
+
+help: ## This list
+	@echo "bertship: text in, a measured BERT service out"; echo
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14 | sed 's/^/  make /'
+	@echo; echo "  variables: TASK=$(TASK) PRESET=$(PRESET) PRECISION=$(PRECISION) INIT= DATA= SEED= NAME=$(NAME) REPOSITORY=$(REPOSITORY)"
+	@echo "  for ask: TEXT= TEXT_PAIR= QUESTION= CONTEXT=      for set-up: PYTHON= TRITON_PYTHON= TORCH_INDEX_URL="
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "error: $(PYTHON) is missing or older than Python 3.11; name one with PYTHON=" >&2; exit 2; }
+	@$(PYTHON) -m venv .venv
+
+$(RUN_STAMP): $(PINS) pyproject.toml | .venv/bin/python
+	@echo "setting up .venv (log: .venv/setup.log)" >&2
+	@if ! command -v nvidia-smi >/dev/null && [ -z "$(TORCH_INDEX_URL)" ]; then \
+	  echo "no NVIDIA GPU found: TORCH_INDEX_URL= can name PyTorch's index of CPU wheels, a smaller download" >&2; fi
+	@{ $(PIP) install -c $(PINS) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch && \
+	   $(PIP) install -c $(PINS) hatchling editables && \
+	   $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve]'; } >.venv/setup.log 2>&1 || \
+	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
+	@touch $@
+
+$(DEV_STAMP): $(RUN_STAMP)
+	@{ $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve,dev]'; } >.venv/setup.log 2>&1 || \
+	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
+	@touch $@
+
+setup: $(RUN_STAMP) ## Set up .venv and the server's own .triton
+	@.venv/bin/python -m serving.environment
+
+demo: setup ## The whole line on real text: train, export, serve, ask; minutes on two cores
+	@$(BERTSHIP) demo
+
+test: $(DEV_STAMP) setup ## All tests, with the real Triton server
+	@OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest
+
+lint: $(DEV_STAMP) ## ruff, mypy, and imports that go one way
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check --quiet . && .venv/bin/mypy && .venv/bin/lint-imports
+
+corpus: $(RUN_STAMP) ## Documents (DATA=file) to tokens and a vocabulary
+	@$(BERTSHIP) corpus $(if $(DATA),'$(DATA)') --name '$(NAME)' $(SEEDED)
+
+pretrain: $(RUN_STAMP) ## A PRESET from scratch: masked LM + next sentence
+	@$(BERTSHIP) pretrain --preset '$(PRESET)' --name '$(NAME)' $(SEEDED) --bring
+
+finetune: $(RUN_STAMP) ## TASK on a warm start (INIT), with DATA
+	@$(BERTSHIP) finetune --task '$(TASK)' --name '$(NAME)' --preset '$(PRESET)' $(call option,INIT,init) $(call option,DATA,data) $(SEEDED)
+
+evaluate: $(RUN_STAMP) ## Metrics of a fine-tuned TASK
+	@$(BERTSHIP) evaluate --task '$(TASK)' --name '$(NAME)' $(call option,DATA,data)
+
+export: $(RUN_STAMP) ## TASK to ONNX, through the parity gate
+	@$(BERTSHIP) export --task '$(TASK)' --name '$(NAME)' --precision '$(PRECISION)' --preset '$(PRESET)' $(call option,INIT,init) $(call option,DATA,data) --bring
+
+repository: $(RUN_STAMP) ## TASK into the Triton model repository
+	@$(BERTSHIP) repository --task '$(TASK)' --name '$(NAME)' --precision '$(PRECISION)' --preset '$(PRESET)' $(call option,INIT,init) $(call option,DATA,data) --repository '$(REPOSITORY)' --bring
+
+serve: setup ## Start Triton on all that has been exported
+	@ls $(REPOSITORY)/*_encode/1/model.onnx >/dev/null 2>&1 || $(MAKE) repository
+	@$(BERTSHIP) serve --repository '$(REPOSITORY)' --detach
+
+stop: $(RUN_STAMP) ## Stop it
+	@$(BERTSHIP) stop
+
+ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
+	@$(BERTSHIP) ask --task '$(TASK)' $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
+
+clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
+	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi
+	@rm -rf runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find model_repository -name '*.onnx' -o -name '*.plan' -o -name 'task*.json' -o -name 'tokenizer.json' | xargs -r rm -f
+	@if [ -n "$(ALL)" ]; then rm -rf .venv .triton; fi

@@ -1,0 +1,4 @@
+"""Sizes that the repository's configurations promise and the served steps hold."""
+
+MAX_ROWS = 4096  # rows of one request, and of one execution of the embedded encoder
+PLAN_MAX_BATCH = 32  # rows of one execution of a TensorRT plan

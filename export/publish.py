@@ -1,0 +1,108 @@
+"""Export a fine-tuned run: make each precision, hold it against PyTorch, publish what passes, whole or not at all."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bertship.artifacts import code_digest, publish, read_manifest, sha256_json, write_manifest
+from bertship.errors import CheckFailed, InputError
+from bertship.pipeline import Pipeline, Runner
+from bertship.tasks import Example
+from export.onnx_graph import OPSET, export_onnx
+from export.parity import Parity, Reference, judge
+from export.precision import PRECISIONS, best_for_cpu
+from train.evaluate import load_finetuned
+from train.heads import HeadedModel
+from train.torch_runner import TorchRunner
+
+SAMPLES = "samples.jsonl"  # real texts with PyTorch's answers: for checking and loading a server
+
+
+def fingerprint_of(run: Path, precisions: Sequence[str], examples: Sequence[Example]) -> str:
+    """Changes when anything that the artifacts or their gate depend on does."""
+    root = Path(__file__).parents[1]
+    code = code_digest(root, ("bertship/pipeline.py", "bertship/runners.py", "bertship/tasks/*.py", "export/*.py"))
+    data = [[dict(e.columns), e.target] for e in examples]
+    return sha256_json([read_manifest(run, "finetune")["files"], sorted(precisions), data, best_for_cpu(), code])
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    precisions: Sequence[str],
+    examples: Sequence[Example],
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Export the fine-tuning run at `run` to `out`; `examples` are the gate's texts. Returns the manifest.
+
+    Raises InputError for an unknown precision or a directory that is no run, CheckFailed when an artifact does not
+    pass the gate; then `out` is left as it was.
+    """
+    unknown = [name for name in precisions if name not in PRECISIONS]
+    if unknown or not precisions:
+        raise InputError(f"unknown precision {', '.join(unknown) or 'none'}; precisions are {', '.join(PRECISIONS)}")
+    task, tokenizer, model = load_finetuned(run)
+    fingerprint = fingerprint_of(run, precisions, examples)
+    reference = Reference(task, tokenizer, TorchRunner(model, tokenizer.pad_id), examples)
+    with publish(out) as staging:
+        results = _make(model, reference, precisions, staging, report)
+        failed = [result for result in results if not result.passed]
+        if failed:
+            reasons = "; ".join(f"{r.precision} ({r.mode}): {failure}" for r in failed for failure in r.failures)
+            raise CheckFailed(f"the parity gate refused {task.name}: {reasons}; nothing was published")
+        (staging / "parity.json").write_text(json.dumps([r.as_dict() for r in results], indent=2) + "\n", "utf-8")
+        (staging / "task.json").write_text(task.to_json(), encoding="utf-8")
+        shutil.copy2(run / "model" / "tokenizer.json", staging / "tokenizer.json")
+        _write_samples(reference, TorchRunner(model, tokenizer.pad_id), staging / SAMPLES)
+        return write_manifest(
+            staging,
+            "export",
+            fingerprint=fingerprint,
+            config={"precisions": list(precisions), "opset": OPSET},
+            inputs={"run": str(run), "parity_examples": len(reference.examples)},
+            metrics={"parity": [r.as_dict() for r in results]},
+            task=task.name,
+            graphs={name: PRECISIONS[name].file for name in precisions},
+            # row by row, a quantized graph is right and fastest on a CPU; what was not asked for is not served
+            serve=best_for_cpu() if best_for_cpu() in precisions else precisions[0],
+        )
+
+
+def _make(
+    model: HeadedModel, reference: Reference, precisions: Sequence[str], staging: Path, report: Callable[[str], None]
+) -> list[Parity]:
+    source = staging / PRECISIONS["fp32"].file
+    export_onnx(model, source)
+    results = []
+    for name in precisions:
+        make = PRECISIONS[name].make
+        path = staging / PRECISIONS[name].file
+        if make is not None:
+            make(source, path)
+        report(f"{name}: {path.stat().st_size / 1e6:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows")
+        results += judge(reference, name, path, model.config.max_position_embeddings)
+    return results
+
+
+def _write_samples(reference: Reference, runner: Runner, path: Path) -> None:
+    """One JSON object a line: a text's columns and what PyTorch FP32 answers as a server would."""
+    task = reference.task
+    columns = {name: reference.columns[name] for name in task.behaviour.inputs}
+    # a server is not given the annotations of labelled data, so what they changed is asked for again without them
+    plain = Pipeline(task, reference.tokenizer, runner)(columns) if task.behaviour.annotations else reference.answers
+    names = [spec.name for spec in task.behaviour.outputs(task)]
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(len(reference.examples)):
+            record = {
+                "columns": {name: values[i] for name, values in columns.items()},
+                "answer": {name: _plain(plain[name][i]) for name in names},
+            }
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

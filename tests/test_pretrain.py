@@ -1,0 +1,161 @@
+"""Pre-training: the loss falls, runs repeat, gradients that are not finite are skipped, nothing half is left."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bertship import artifacts
+from bertship.config import CorpusConfig, EncoderConfig, PretrainConfig
+from bertship.errors import CheckFailed, InputError
+from train import pretrain as module
+from train.checkpoint import load_model
+from train.corpus import Corpus, build_corpus
+from train.dataset import PretrainingDataset
+from train.heads import PretrainingModel
+from train.pretrain import evaluate, fingerprint_of, losses, pretrain
+
+MODEL = EncoderConfig(
+    vocab_size=128,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
+    max_position_embeddings=64,
+)
+CONFIG = PretrainConfig(
+    steps=60,
+    batch_size=16,
+    sequence_length=32,
+    learning_rate=1e-2,
+    warmup_steps=6,
+    heldout_batches=4,
+    precision="fp32",
+)
+SHORT = CONFIG.model_copy(update={"steps": 4, "warmup_steps": 1, "heldout_batches": 1})
+
+
+def quiet(line: str) -> None:
+    assert "\n" not in line
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of few words, in which each word tells the next."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    rng = np.random.default_rng(0)
+    chains = [["stone", "rolls", "down", "green", "hills"], ["lamps", "shine", "over", "seven", "houses"]]
+    documents = [
+        ". ".join(" ".join(chains[rng.integers(2)]) for _ in range(rng.integers(4, 14))) + "." for _ in range(60)
+    ]
+    (folder / "a.txt").write_text("\n\n".join(documents))
+    build_corpus([folder / "a.txt"], folder / "corpus", CorpusConfig(vocab_size=128, heldout_share=0.2), report=quiet)
+    return folder / "corpus"
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_held_out_loss_falls_and_the_model_is_what_was_measured(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    manifest = pretrain(corpus, out, MODEL, CONFIG, quiet)
+    metrics = manifest["metrics"]
+    assert metrics["after"]["mlm_loss"] < 0.5 * metrics["before"]["mlm_loss"]
+    assert metrics["after"]["mlm_accuracy"] > metrics["before"]["mlm_accuracy"]
+    assert metrics["after"]["perplexity"] == pytest.approx(math.exp(metrics["after"]["mlm_loss"]))
+    assert abs(metrics["is_next_share"] - 0.5) < 0.01
+    assert metrics["skipped_updates"] == 0
+    assert 0 <= metrics["padding_share"] < 0.5
+    assert metrics["tokens_per_s"] > 0
+    log = read_log(out)
+    assert [line["step"] for line in log] == list(range(1, CONFIG.steps + 1))
+    assert log[0]["lr"] == 0 and max(line["lr"] for line in log) == pytest.approx(CONFIG.learning_rate)
+    assert artifacts.is_current(out, fingerprint_of(corpus, MODEL, CONFIG))
+    assert not artifacts.is_current(out, fingerprint_of(corpus, MODEL, SHORT))
+
+    model, found = load_model(PretrainingModel, out / "model")
+    assert found.complete
+    tokenizer = module.Tokenizer.from_dir(out / "model")
+    heldout = PretrainingDataset(Corpus.open(corpus, "heldout"), CONFIG.sequence_length, CONFIG, tokenizer)
+    assert metrics["order_hash"] == PretrainingDataset(Corpus.open(corpus), 32, CONFIG, tokenizer).order_hash()
+    again = evaluate(model, heldout, CONFIG, None)
+    assert again == pytest.approx(metrics["after"])
+
+
+def test_same_seed_gives_the_same_losses(corpus: Path, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"steps": 12})
+    runs = []
+    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
+        torch.rand(3)  # what came before must not matter
+        pretrain(corpus, tmp_path / name, MODEL, config.model_copy(update={"seed": seed}), quiet)
+        runs.append([(line["loss"], line["grad_norm"]) for line in read_log(tmp_path / name)])
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_loss_is_a_sum_by_a_count_that_is_never_zero() -> None:
+    torch.manual_seed(0)
+    mlm, nsp = torch.randn(3, 7), torch.randn(2, 2)
+    batch = {"mlm_labels": torch.tensor([1, 0, 6]), "nsp_labels": torch.tensor([0, 1])}
+    masked, _ = losses(mlm, nsp, batch)
+    by_hand = -sum(mlm.log_softmax(-1)[i, label] for i, label in enumerate([1, 0, 6])) / 3
+    assert masked.item() == pytest.approx(float(by_hand))
+    none, _ = losses(mlm[:0], nsp, batch | {"mlm_labels": torch.tensor([], dtype=torch.int64)})
+    assert none.item() == 0
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
+    """Make the losses of some calls infinite."""
+    original, calls = module.losses, iter(range(10**9))
+
+    def spoiled(*arguments: Any) -> Any:
+        mlm, nsp = original(*arguments)
+        return (mlm * torch.inf if next(calls) in bad else mlm), nsp
+
+    monkeypatch.setattr(module, "losses", spoiled)
+
+
+def test_updates_that_are_not_finite_are_skipped_and_counted(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {2, 3, 7})
+    manifest = pretrain(corpus, tmp_path / "run", MODEL, SHORT.model_copy(update={"steps": 10}), quiet)
+    assert manifest["metrics"]["skipped_updates"] == 3
+    assert math.isfinite(manifest["metrics"]["after"]["mlm_loss"])
+    log = read_log(tmp_path / "run")
+    assert log[2]["loss"] is None
+    assert log[2]["lr"] == log[3]["lr"] == log[4]["lr"] > log[5]["lr"], "the schedule counts applied updates"
+
+
+def test_ten_in_a_row_stop_the_run_with_a_diagnosis(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, set(range(5, 100)))
+    with pytest.raises(
+        CheckFailed, match=r"update 15: 10 gradients in a row were not finite.*lower learning_rate"
+    ) as e:
+        pretrain(corpus, tmp_path / "run", MODEL, SHORT.model_copy(update={"steps": 40}), quiet)
+    assert "all weights are still finite" in str(e.value) and "\n" not in str(e.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_configurations_that_do_not_fit(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="sequence_length 65 is above the model's max_position_embeddings 64"):
+        pretrain(corpus, tmp_path / "run", MODEL, SHORT.model_copy(update={"sequence_length": 65}), quiet)
+    with pytest.raises(InputError, match="vocab_size"):
+        pretrain(corpus, tmp_path / "run", MODEL.model_copy(update={"vocab_size": 16}), SHORT, quiet)
+    with pytest.raises(InputError, match=r"no manifest\.json"):
+        pretrain(tmp_path, tmp_path / "run", MODEL, SHORT, quiet)
+
+
+def test_one_document_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A stone rolls. A lamp shines. Houses stand. Hills are green. Rivers run on.")
+    build_corpus([tmp_path / "a.txt"], tmp_path / "corpus", CorpusConfig(vocab_size=64), report=quiet)
+    said: list[str] = []
+    manifest = pretrain(tmp_path / "corpus", tmp_path / "run", MODEL, SHORT, said.append)
+    assert manifest["metrics"]["is_next_share"] == manifest["metrics"]["after"]["is_next_share"] == 1
+    assert math.isfinite(manifest["metrics"]["after"]["mlm_loss"])

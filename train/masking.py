@@ -1,0 +1,74 @@
+"""Masked language modelling: which tokens are to be predicted and what stands in their place (Devlin et al. 2019,
+section 3.1, "Masked LM", and section A.1)."""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from bertship.errors import InputError
+from bertship.tokenization import Tokenizer
+
+_UNUSED = re.compile(r"\[unused\d+\]")
+
+
+@dataclass(frozen=True)
+class MaskingVocabulary:
+    """What masking has to know of a vocabulary.
+
+    `mask_id`: the id of [MASK]; `maskable` bool [V]: whether a piece may be predicted; `replacements` int64 [R]: the
+    pieces that may stand in for another. Special tokens, [UNK] among them, and [unusedN] are in neither.
+    """
+
+    mask_id: int
+    maskable: np.ndarray
+    replacements: np.ndarray
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "MaskingVocabulary":
+        maskable = np.ones(tokenizer.vocab_size, bool)
+        maskable[list(tokenizer.special_ids)] = False
+        for piece, index in tokenizer.backend.get_vocab(with_added_tokens=True).items():
+            if _UNUSED.fullmatch(piece):
+                maskable[index] = False
+        return cls(tokenizer.mask_id, maskable, np.flatnonzero(maskable))
+
+
+@dataclass(frozen=True)
+class Masked:
+    """`ids` int64 [S]: the sequence as the encoder sees it; `positions` int64 [P], ascending: what is to be predicted;
+    `labels` int64 [P]: the pieces that stood there."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    labels: np.ndarray
+
+
+def check_rates(rates: tuple[float, float, float]) -> None:
+    """Raises InputError unless the shares of [MASK], random piece and unchanged are shares that add up to 1."""
+    if min(rates) < 0 or abs(sum(rates) - 1) > 1e-6:
+        raise InputError(f"mask_rates {tuple(rates)} do not add up to 1; BERT's are (0.8, 0.1, 0.1)")
+
+
+def mask_tokens(
+    ids: np.ndarray,
+    rng: np.random.Generator,
+    masked_share: float,
+    rates: tuple[float, float, float],
+    vocabulary: MaskingVocabulary,
+) -> Masked:
+    """Choose `masked_share` of the maskable tokens of `ids` int64 [S], at least one, without replacement.
+
+    Each becomes [MASK], a random piece or stays, with the probabilities `rates`. A pure function: `ids` is not
+    changed, and the same `rng` state gives the same result. A sequence of special and unknown tokens alone has no
+    position to predict; the loss over a batch must not divide by a count of zero.
+    """
+    candidates = np.flatnonzero(vocabulary.maskable[ids])
+    count = min(len(candidates), max(1, round(masked_share * len(candidates))))
+    positions = np.sort(rng.choice(candidates, count, replace=False))
+    fate = rng.random(count)
+    masked = np.array(ids, np.int64)
+    masked[positions[fate < rates[0]]] = vocabulary.mask_id
+    replaced = positions[(fate >= rates[0]) & (fate < rates[0] + rates[1])]
+    masked[replaced] = rng.choice(vocabulary.replacements, len(replaced))
+    return Masked(masked, positions, np.asarray(ids, np.int64)[positions])

@@ -1,0 +1,101 @@
+"""One optimizer update: AdamW, the schedule of the learning rate, the number format, the clipped step."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from bertship.errors import InputError
+
+
+def build_optimizer(
+    model: nn.Module,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+) -> AdamW:
+    """AdamW over the parameters of `model` that train (Loshchilov and Hutter 2019; Devlin et al. 2019, section A.2).
+
+    The first group decays, the second, biases and LayerNorm, does not. Bias correction is on: without it small
+    data sets diverge (Mosbach et al. 2021, section 5).
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise InputError("nothing to train: every parameter of the model is frozen")
+    # Biases and LayerNorm's two vectors are all that has one axis; matrices and embeddings have two.
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in trained)
+    return AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=fused)
+
+
+def linear_schedule(optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
+    """Linear from 0 at update 0 to the peak at update `warmup_steps`, then linear to 0 at `total_steps`.
+
+    Raises InputError where the warm-up is longer than the training.
+    """
+    if not 0 <= warmup_steps <= total_steps or total_steps < 1:
+        raise InputError(
+            f"a warm-up of {warmup_steps} updates does not fit into a training of {total_steps}; shorten the warm-up"
+        )
+
+    def share_of_peak(step: int) -> float:
+        if step < warmup_steps:
+            return step / warmup_steps
+        return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
+
+    return LambdaLR(optimizer, share_of_peak)
+
+
+def pick_precision(name: str, device: torch.device | str) -> torch.dtype | None:
+    """The type for `torch.autocast` on `device`, None for FP32 throughout.
+
+    `auto` is bf16 where the hardware multiplies it natively, else FP32: emulated bf16 is slower than FP32. `bf16` is
+    taken at its word. Raises InputError for another name.
+    """
+    if name not in ("auto", "fp32", "bf16"):
+        raise InputError(f"unknown precision {name!r}; it is auto, fp32 or bf16")
+    if name == "bf16" or (name == "auto" and _has_native_bf16(torch.device(device).type)):
+        return torch.bfloat16
+    return None
+
+
+def clip_and_step(
+    optimizer: torch.optim.Optimizer, scheduler: LambdaLR, parameters: Iterable[Tensor], clip_norm: float
+) -> tuple[float, bool]:
+    """Scale the gradient to a norm of at most `clip_norm`, update, advance the schedule, and clear the gradient.
+
+    Returns the norm before clipping and whether the update was made. A norm that is not finite skips the update and
+    the schedule, so that one bad batch costs itself alone; its gradient is cleared too.
+    """
+    norm = float(nn.utils.clip_grad_norm_(parameters, clip_norm))
+    applied = math.isfinite(norm)
+    if applied:
+        optimizer.step()
+        scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, applied
+
+
+def _has_native_bf16(device_type: str) -> bool:
+    if device_type == "cuda":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    if device_type == "cpu":
+        return not _cpu_features().isdisjoint({"avx512_bf16", "amx_bf16"})
+    return False
+
+
+def _cpu_features() -> set[str]:
+    """Names of the instruction sets, as Linux spells them, from torch or, where it is too old to say, the kernel."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return {name for name, present in torch.cpu.get_capabilities().items() if present is True}
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")) if cpuinfo.exists() else ()
+    return set(next(iter(flags), "").split())

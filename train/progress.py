@@ -1,0 +1,58 @@
+"""Progress on stderr: a live bar on a terminal, a line now and then elsewhere."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINE_EVERY_S = 10.0
+
+
+def to_stderr(line: str) -> None:
+    """One line on stderr; stdout belongs to results."""
+    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, report: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Yield `advance(facts)`, to be called once a step with what is worth showing (`loss 3.21, 9,000 tokens/s`).
+
+    On a terminal a bar shows rate and time left; otherwise `report` gets a line every LINE_EVERY_S seconds.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(what, total=total, facts="", rate="")
+
+            def draw(facts: str) -> None:
+                speed = bar.tasks[0].speed
+                bar.update(task, advance=1, facts=facts, rate=f"{speed:.1f}/s" if speed else "")
+
+            yield draw
+        return
+
+    started = last = time.monotonic()
+    done = 0
+
+    def say(facts: str) -> None:
+        nonlocal done, last
+        done += 1
+        now = time.monotonic()
+        if now - last >= LINE_EVERY_S:
+            last = now
+            rate = done / (now - started)
+            report(f"{what} {done}/{total}: {facts}, {rate:.1f} steps/s, {(total - done) / rate:.0f} s left")
+
+    yield say
