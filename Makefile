@@ -13,6 +13,9 @@ INIT ?=
 DATA ?=
 SEED ?=
 NAME ?= default
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
 REPOSITORY ?= model_repository
 PYTHON ?= python3
 # a CPU-only machine can be spared the CUDA libraries by PyTorch's own index of CPU wheels (see pytorch.org)
@@ -100,7 +103,7 @@ stop: $(RUN_STAMP) ## Stop it
 	@$(BERTSHIP) stop
 
 ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
-	@$(BERTSHIP) ask --task '$(TASK)' $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
+	@$(BERTSHIP) ask --task '$(TASK)' --url http://127.0.0.1:$(HTTP_PORT) $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
 
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi

@@ -5,6 +5,7 @@ therefore never sees half an artifact, whatever ended the writer: an error, a fu
 """
 
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -31,28 +32,34 @@ def publish(target: Path) -> Iterator[Path]:
     two renames; a reader can at worst find no directory for the instant between them.
     """
     target = Path(target)
+    if target.is_symlink():  # a link to a larger disk stays a link
+        target = target.resolve()
+    if target.is_file():
+        raise InputError(f"cannot write {target}: it is a file, not a directory; move it away")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise InputError(f"cannot write {target}: {error.filename} is a file, not a directory") from None
     _remove_leftovers(target)
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     staging.mkdir()
     try:
         yield staging
-        replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
         if target.exists():
             target.rename(replaced)
         staging.rename(target)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
+        if replaced.exists() and not target.exists():  # stopped between the two renames
+            replaced.rename(target)
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def _remove_leftovers(target: Path) -> None:
     """Clean up after writers of `target` that were killed; put a replaced directory back if the new one never came."""
     for kind in ("replaced", "partial"):
-        for leftover in target.parent.glob(f".{target.name}.{kind}-*"):
+        for leftover in target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"):
             pid = leftover.name.rpartition("-")[2]
             if pid.isdigit() and Path(f"/proc/{pid}").exists() and int(pid) != os.getpid():
                 continue
@@ -141,6 +148,8 @@ def read_manifest(directory: Path, stage: str | None = None) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}; make the directory again") from None
+    if not isinstance(manifest, dict):
+        raise InputError(f"{path} is no JSON object; make the directory again")
     if stage and manifest.get("stage") != stage:
         raise InputError(f"{directory} was written by stage {manifest.get('stage')!r}; a {stage!r} directory is needed")
     return manifest
@@ -156,5 +165,5 @@ def is_current(directory: Path, fingerprint: str) -> bool:
         (directory / name).is_file()
         and (directory / name).stat().st_size == facts["bytes"]
         and sha256_file(directory / name) == facts["sha256"]
-        for name, facts in manifest["files"].items()
+        for name, facts in manifest.get("files", {}).items()
     )

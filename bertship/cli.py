@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 a check failed or a server could not be asked, 2 wrong usage or input, 130 interrupted.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bertship.errors import BertshipError, InputError
+from bertship.errors import BertshipError, InputError, ServerUnavailable
 
 RUNS = Path("runs")
 REPOSITORY = Path("model_repository")
@@ -245,7 +246,9 @@ def serve(
             [f"ready: {', '.join(_tasks(ready))} at {server.http_url} and {server.grpc_url} (gRPC); Ctrl-C stops it"],
         )
         sys.stdout.flush()
-        server.wait()
+        with contextlib.suppress(KeyboardInterrupt):  # how a server in the foreground is stopped
+            server.wait()
+            raise ServerUnavailable(f"the server has ended by itself; its log is {runs / 'serve' / 'triton.log'}")
 
 
 @app.command()

@@ -30,11 +30,11 @@ def score_labels(
 
 
 def score_values(metrics: Sequence[str], gold: Sequence[float], predicted: np.ndarray) -> dict[str, float]:
-    """`pearson` and `spearman` correlation; 0 where the predictions are all the same, which correlates with nothing."""
+    """`pearson` and `spearman` correlation; 0 where either side is all the same, which correlates with nothing."""
     from scipy import stats
 
     known = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}
-    constant = np.ptp(np.asarray(predicted)) == 0
+    constant = np.ptp(np.asarray(predicted)) == 0 or np.ptp(np.asarray(gold)) == 0
     return {name: 0.0 if constant else float(known[name](gold, predicted)[0]) for name in metrics}
 
 

@@ -93,6 +93,11 @@ def check_columns(task: Task, columns: Columns) -> None:
     for name in names:
         if name not in columns:
             raise InputError(f"{task.name}: input {name} is missing; it takes {', '.join(names)}")
+    for name, texts in columns.items():
+        if name not in (*names, *task.behaviour.annotations):
+            raise InputError(f"{task.name}: unknown input {name}; it takes {', '.join(names)}")
+        if isinstance(texts, str | bytes) or not hasattr(texts, "__len__"):
+            raise InputError(f"{task.name}: {name} is {texts!r:.60}, a list of strings is needed")
     lengths = {name: len(columns[name]) for name in names}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} has {length}" for name, length in lengths.items())

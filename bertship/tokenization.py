@@ -5,6 +5,7 @@ special token: a typed `[MASK]` is five characters and a bracket, in training da
 """
 
 import json
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +66,9 @@ class Tokenizer:
         self.backend = backend
         ids = [backend.get_vocab(with_added_tokens=True)[token] for token in SPECIAL_TOKENS]
         self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = ids
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        normalizer = json.loads(backend.to_str())["normalizer"] or {}
-        self.lowercase: bool = bool(normalizer.get("lowercase", False))
+        # by the largest id, not by the count: where a piece stands twice in a vocabulary, one id has no piece
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.lowercase: bool = backend.normalizer is not None and backend.normalizer.normalize_str("A") == "a"
 
     @classmethod
     def from_file(cls, path: Path) -> "Tokenizer":
@@ -112,8 +113,8 @@ class Tokenizer:
     def tokenize(self, texts: Sequence[str]) -> list[Tokens]:
         """Ids and offsets of each text, without special tokens and of any length."""
         return [
-            Tokens(np.array(e.ids, np.int64), np.array(e.offsets, np.int32).reshape(-1, 2))
-            for e in self.backend.encode_batch(list(texts), add_special_tokens=False)
+            Tokens(np.array(e.ids, np.int64), _over_marks(text, np.array(e.offsets, np.int32).reshape(-1, 2)))
+            for text, e in zip(texts, self.backend.encode_batch(list(texts), add_special_tokens=False), strict=True)
         ]
 
     def row(self, first: Tokens, second: Tokens | None = None, owner: int = 0) -> Row:
@@ -128,9 +129,12 @@ class Tokenizer:
 
     def save(self, model_dir: Path, max_tokens: int = 512) -> None:
         """Write the Hugging Face tokenizer files: tokenizer.json, vocab.txt and the two configurations."""
-        pieces = sorted(self.backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        piece_of = {index: piece for piece, index in self.backend.get_vocab(with_added_tokens=True).items()}
+        # the line's number is the id, so an id without a piece keeps its line, blank
+        lines = [f"{piece_of.get(index, '')}\n" for index in range(self.vocab_size)]
+        normalizer = json.loads(self.backend.to_str())["normalizer"] or {}
         self.backend.save(str(model_dir / "tokenizer.json"))
-        (model_dir / "vocab.txt").write_text("".join(f"{piece}\n" for piece, _ in pieces), "utf-8", newline="\n")
+        (model_dir / "vocab.txt").write_text("".join(lines), "utf-8", newline="\n")
         names = {
             f"{name}_token": token
             for name, token in zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL_TOKENS, strict=True)
@@ -138,8 +142,8 @@ class Tokenizer:
         settings = {
             "tokenizer_class": "BertTokenizer",
             "do_lower_case": self.lowercase,
-            "strip_accents": None,
-            "tokenize_chinese_chars": True,
+            "strip_accents": normalizer.get("strip_accents"),
+            "tokenize_chinese_chars": normalizer.get("handle_chinese_chars", True),
             "model_max_length": max_tokens,
             **names,
         }
@@ -204,6 +208,23 @@ def windows(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
         if end == length:
             return bounds
         start = end - overlap
+
+
+def _over_marks(text: str, offsets: np.ndarray) -> np.ndarray:
+    """Offsets whose ends take in the combining marks that the normalizer removed after the token, as in `e` + U+0301.
+
+    Without them the answer "café" would end before its accent.
+    """
+    if text.isascii() or not len(offsets):
+        return offsets
+    dropped = np.array([unicodedata.category(character) == "Mn" for character in text] + [False])
+    if dropped.any():
+        for start, end in offsets.tolist():
+            dropped[start:end] = False
+        places = np.where(dropped, len(text), np.arange(len(text) + 1))
+        after = np.minimum.accumulate(places[::-1])[::-1]  # the first place from here on that is kept
+        offsets[:, 1] = after[offsets[:, 1]]
+    return offsets
 
 
 def _stated_lowercase(path: Path) -> bool | None:

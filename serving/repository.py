@@ -14,11 +14,12 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from bertship.artifacts import publish, read_manifest
+from bertship.artifacts import publish, read_manifest, write_text
 from bertship.errors import InputError
 from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
-from bertship.tasks.base import KINDS, Task, TensorSpec
+from bertship.tasks import KINDS, TASKS
+from bertship.tasks.base import Task, TensorSpec
 from bertship.triton_limits import MAX_ROWS, PLAN_MAX_BATCH
 
 VERSION = "1"
@@ -86,6 +87,13 @@ def ready_models(repository: Path) -> list[str]:
     if not tasks:
         raise InputError(f"nothing to serve in {repository}: run `bertship repository --task TASK` for an export first")
     return [model for task in tasks for model in (task, *(f"{task}_{step}" for step in STEPS))]
+
+
+def render_configurations(repository: Path) -> None:
+    """Write what version control holds of every built-in task, and nothing else."""
+    for task in TASKS.values():
+        for name, text in render_files(task).items():
+            write_text(repository / name, text)
 
 
 def _place(source: Path, target: Path) -> None:
@@ -196,11 +204,15 @@ def _text(config: Any) -> str:
 def _adapter(task: Task, step: str) -> str:
     what = {
         "tokenize": "texts to rows",
-        "encode": "rows to logits, where no native backend runs them",
+        "encode": "rows to logits, where no native backend does it",
         "decode": "logits to answers",
     }
     return (
-        f'"""{task.name}, step `{step}`: {what[step]}. Triton loads this file; the code is in bertship."""\n\n'
+        f'"""{task.name}, step `{step}`: {what[step]}. The code is in bertship."""\n\n'
         f"from bertship.triton_steps import {STEPS[step]} as TritonPythonModel\n\n"
         '__all__ = ["TritonPythonModel"]\n'
     )
+
+
+if __name__ == "__main__":  # `python -m serving.repository`, after a change of what is rendered
+    render_configurations(Path(__file__).parents[1] / "model_repository")

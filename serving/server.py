@@ -136,6 +136,11 @@ class TritonServer:
         finally:
             self._kill()
 
+    def wait(self) -> None:
+        """Return when the server has ended, for whatever reason: what a command in the foreground does."""
+        if self._supervisor is not None:
+            self._supervisor.wait()
+
     def detach(self) -> int:
         """Let the server outlive this process; returns the id of its supervisor, which SIGTERM stops."""
         assert self._supervisor is not None

@@ -25,6 +25,7 @@ class HeadedModel(nn.Module):
     """An encoder with a head: `encoder`, `config`, `num_labels` and the facts that other modules read."""
 
     OUTPUTS: ClassVar[tuple[str, ...]]  # names of the returned tensors, also those of the exported graph
+    PER_TOKEN: ClassVar[bool] = False  # whether the outputs have one element a token
     ARCHITECTURE: ClassVar[str]  # transformers' class with the same tensors
     SAME_HEAD: ClassVar[tuple[str, ...]] = ()  # its other classes whose head has the same meaning
     NUM_LABELS: ClassVar[int | None] = None  # where the kind of head fixes it
@@ -124,6 +125,7 @@ class SentenceModel(HeadedModel):
 class SpanModel(HeadedModel):
     """Scores of each token as the first and as the last of an answer (sections 4.2 and 4.3)."""
 
+    PER_TOKEN = True
     OUTPUTS = ("start_logits", "end_logits")
     ARCHITECTURE = "BertForQuestionAnswering"
     NUM_LABELS = 2  # start, end
@@ -143,6 +145,7 @@ class SpanModel(HeadedModel):
 class TokenModel(HeadedModel):
     """One label a token, as in named entity recognition (section 5.3)."""
 
+    PER_TOKEN = True
     OUTPUTS = ("logits",)
     ARCHITECTURE = "BertForTokenClassification"
 

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
 
 from bertship.tasks.base import Logits
 from bertship.tokenization import Row, pad
+from train.heads import HeadedModel
 
 
 class TorchRunner:
     """Runs a head of `train.heads` in evaluation mode, in its own precision, rows of like length together."""
 
-    def __init__(self, model: nn.Module, pad_id: int, batch_size: int = 32) -> None:
+    def __init__(self, model: HeadedModel, pad_id: int, batch_size: int = 32) -> None:
         self.model, self.pad_id, self.batch_size = model, pad_id, batch_size
         self.outputs: tuple[str, ...] = model.OUTPUTS
 
@@ -35,5 +35,6 @@ class TorchRunner:
             chosen = order[start : start + self.batch_size]
             outputs = self.run(pad([rows[i] for i in chosen], self.pad_id))
             for place, i in enumerate(chosen):
-                results[i] = [output[place] for output in outputs]
+                tokens = len(rows[i]) if self.model.PER_TOKEN else None
+                results[i] = [output[place, :tokens] for output in outputs]
         return {name: [result[k] for result in results] for k, name in enumerate(self.outputs)}

@@ -6,6 +6,7 @@ become answers. Nothing else in the project asks which task or kind it has befor
 
 import dataclasses
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,13 @@ class Task:
 
     @staticmethod
     def from_file(path: Path) -> "Task":
-        return Task.from_json(path.read_text(encoding="utf-8"))
+        """Raises InputError when the file is damaged, OSError when it is not there."""
+        text = path.read_bytes()
+        try:
+            return Task.from_json(text.decode("utf-8"))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__} {error}"
+            raise InputError(f"{path} is no task definition: {reason}; make its directory again") from None
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ def read_options(task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:
         if value is None and option.optional:
             options[name] = None
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or (option.type is int and value != int(value)) or not option.low <= value <= option.high:
             raise InputError(
                 f"parameter {name}={value!r}: {'a whole number' if option.type is int else 'a number'} "
@@ -234,6 +241,11 @@ def read_options(task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:
             )
         options[name] = option.type(value)
     return options
+
+
+def short(probability: float) -> float:
+    """Six significant digits: what JSON answers carry, and the same whichever NumPy computed the rest."""
+    return float(f"{probability:.6g}")
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

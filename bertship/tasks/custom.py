@@ -28,12 +28,14 @@ _METRICS = {
     "span": ("f1", "exact_match"),
     "token": ("f1", "precision", "recall"),
 }
+_FORMATS = {"span": ("squad",), "token": ("conll",)}  # by loss; the others are tables
+_TABLES = ("tsv", "csv", "jsonl")
 _NUMBERS = {"max_tokens": (8, 512), "overlap": (0, 256), "max_characters": (1, 10_000_000)}
 
 
 def task_from_toml(path: Path) -> Task:
     """The task that the file defines. Raises InputError that names the field, the value and what is accepted."""
-    from bertship.config import read_toml  # pydantic is not installed where the server runs
+    from bertship.config import FinetuneConfig, parse, read_toml  # pydantic is not installed where the server runs
 
     values = read_toml(path)
     files = values.pop("files", {})
@@ -49,10 +51,19 @@ def task_from_toml(path: Path) -> Task:
         raise InputError(f"{path}: kind {kind!r} is unknown; kinds are {', '.join(KINDS)}")
     behaviour = KINDS[kind]
     labels = _strings(path, "labels", values.get("labels", []))
+    if labels and not behaviour.needs_labels:
+        raise InputError(f"{path}: labels {list(labels)!r}: kind {kind!r} has none; leave the field out")
     if labels and (len(set(labels)) < 2 or len(set(labels)) != len(labels)):
         raise InputError(f"{path}: labels {list(labels)!r}: at least two different ones are needed, each once")
+    if labels and behaviour.loss == "token":
+        kinds = {label[2:] for label in labels if re.fullmatch("[BI]-.+", label)}
+        needed = {"O", *(f"{prefix}-{name}" for name in kinds for prefix in "BI")}
+        if set(labels) != needed:
+            raise InputError(f"{path}: labels {list(labels)!r}: O, and B-NAME and I-NAME for each entity, are needed")
     offered = _METRICS[behaviour.loss]
     metrics = _strings(path, "metrics", values.get("metrics", offered[:1]))
+    if not metrics:
+        raise InputError(f"{path}: metrics []: at least one of {', '.join(offered)} is needed")
     for metric in metrics:
         if metric not in offered:
             raise InputError(f"{path}: metric {metric!r} does not fit kind {kind!r}; it has {', '.join(offered)}")
@@ -64,17 +75,29 @@ def task_from_toml(path: Path) -> Task:
     task = Task(
         name=name,
         kind=kind,
-        description=str(values.get("description", f"{name} ({path.name})")),
+        description=_typed(path, "description", values.get("description", f"{name} ({path.name})"), str),
         labels=labels,
         metrics=metrics,
         max_tokens=numbers["max_tokens"],
         overlap=numbers["overlap"],
         max_characters=numbers["max_characters"],
         options=dict(defaults.options),
-        files=_files(path, files, kind),
-        training=dict(values.get("training", {})),
+        files=_files(path, _typed(path, "files", files, dict), kind),
+        training=_typed(path, "training", values.get("training", {}), dict),
     )
-    return dataclasses.replace(task, options=read_options(task, values.get("options")))
+    parse(FinetuneConfig, dict(task.training), f"{path}, [training]")
+    try:
+        options = read_options(task, _typed(path, "options", values.get("options", {}), dict))
+    except InputError as error:
+        raise InputError(f"{path}, [options]: {error}") from None
+    return dataclasses.replace(task, options=options)
+
+
+def _typed(path: Path, field: str, value: Any, needed: type) -> Any:
+    if not isinstance(value, needed):
+        name = {str: "a string", dict: "a table", bool: "true or false"}[needed]
+        raise InputError(f"{path}: {field} {value!r}: {name} is needed")
+    return value
 
 
 def _number(path: Path, field: str, value: Any, low: int, high: int) -> int:
@@ -87,30 +110,40 @@ def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
     from bertship.tasks.readers import READERS
 
     _refuse_unknown(path, values, {"format", "train", "dev", "test", "columns", "target", "header", "labels"}, "files.")
-    form = values.get("format", {"span": "squad", "token": "conll"}.get(kind, "tsv"))
+    formats = _FORMATS.get(KINDS[kind].loss, _TABLES)
+    form = values.get("format", formats[0])
     if form not in READERS:
         raise InputError(f"{path}: files.format {form!r} is unknown; formats are {', '.join(READERS)}")
+    if form not in formats:
+        raise InputError(f"{path}: files.format {form!r} does not fit kind {kind!r}; it has {', '.join(formats)}")
     columns = values.get("columns", {})
-    tabular = form in ("tsv", "csv", "jsonl")
-    wanted = set(KINDS[kind].inputs) if tabular else set()
+    wanted = set(KINDS[kind].inputs) if form in _TABLES else set()
     if not isinstance(columns, dict) or set(columns) != wanted:
         raise InputError(
             f"{path}: files.columns {columns!r}: one for each of {', '.join(sorted(wanted)) or 'nothing'} is needed"
         )
-    header = values.get("header", True)
+    header = _typed(path, "files.header", values.get("header", True), bool)
+    if form == "jsonl" and not header:
+        raise InputError(f"{path}: files.header false: fields of jsonl have names; leave it out")
     for name, column in {**columns, "target": values.get("target", "label")}.items():
-        if not isinstance(column, str if header else int) or isinstance(column, bool):
+        if not isinstance(column, str if header else int) or isinstance(column, bool) or (not header and column < 0):
             raise InputError(
                 f"{path}: files column for {name} is {column!r}; "
                 f"{'its name in the header' if header else 'its number, from 0, as header = false'} is needed"
             )
     return Files(
         format=form,
-        splits={split: (str(values.get(split, f"{split}.{form}")),) for split in ("train", "dev")},
+        splits={
+            split: (_typed(path, f"files.{split}", values.get(split, f"{split}.{form}"), str),)
+            for split in ("train", "dev", *({"test"} & values.keys()))
+        },
         columns=columns,
         target=values.get("target", "label"),
         header=header,
-        labels={str(key): str(value) for key, value in values.get("labels", {}).items()},
+        labels={
+            key: _typed(path, f"files.labels.{key}", value, str)
+            for key, value in _typed(path, "files.labels", values.get("labels", {}), dict).items()
+        },
     )
 
 

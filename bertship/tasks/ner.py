@@ -25,6 +25,7 @@ from bertship.tasks.base import (
     TensorSpec,
     register,
     register_kind,
+    short,
     softmax,
 )
 from bertship.tokenization import NO_OFFSET, Row, Tokenizer, Tokens, windows
@@ -71,6 +72,8 @@ class Token(Kind):
                 row = tokenizer.row(Tokens(tokens.ids[start:end], tokens.offsets[start:end]), owner=owner)
                 offsets = np.full((len(row), 2), NO_OFFSET, np.int32)
                 offsets[1:-1] = places[start:end]
+                if start:  # the rest of a word that an earlier window begins: its label is read there
+                    offsets[offsets[:, 0] == places[start - 1, 0]] = NO_OFFSET
                 rows.append(Row(row.ids, row.types, owner, offsets))
         return Encoded(rows, np.zeros(len(texts), bool))
 
@@ -89,7 +92,7 @@ class Token(Kind):
                             "text": text[start:end],
                             "start": start,
                             "end": end,
-                            "score": round(score, 6),
+                            "score": short(score),
                         }
                         for (label, start, end), score in _merge(words)
                     ],
@@ -233,7 +236,7 @@ def _labelled_words(
         for token in np.flatnonzero(_first_pieces(places)).tolist():
             word = (int(places[token, 0]), int(places[token, 1]))
             context = int(min(token - tokens[0], tokens[-1] - token))
-            # the earlier window wins a tie: it holds the word's true first piece
+            # the earlier window wins a tie
             if word not in best or context > best[word][0]:
                 best[word] = (context, w, token)
     labelled = []

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,19 @@ def read_split(task: Task, folder: Path, split: str) -> list[Example]:
     examples = list(READERS[task.files.format](task, path))
     if not examples:
         raise InputError(f"{path} holds no examples")
+    for example in examples:
+        for text in example.columns.values():
+            if isinstance(text, str) and not _encodable(text):
+                raise InputError(f"{example.where}: a lone surrogate stands in {text!r:.60}; repair the text")
     return examples
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(path: Path) -> str:
@@ -109,7 +122,10 @@ def read_jsonl(task: Task, path: Path) -> Iterator[Example]:
         for name, value in columns.items():
             if not isinstance(value, str):
                 raise InputError(f"{where}: the field for {name} is {value!r:.60}, a string is needed")
-        target = str(record[str(task.files.target)])
+        given = record[str(task.files.target)]
+        if not isinstance(given, str | int | float):
+            raise InputError(f"{where}: field {task.files.target!r} is {given!r:.60}, a string or a number is needed")
+        target = str(given)
         yield Example(columns, task.files.labels.get(target, target), where)
 
 
@@ -119,11 +135,12 @@ def read_conll(task: Task, path: Path) -> Iterator[Example]:
     tags: list[str] = []
     first = 1
     for number, line in enumerate([*_text(path).split("\n"), ""], 1):
-        parts = line.split()
+        # at spaces and tabs alone: a word may hold U+00A0 and the like
+        parts = re.findall(r"[^ \t\r]+", line)
         if parts and not line.startswith("-DOCSTART-"):
             if len(parts) < 2:
                 raise InputError(f"{path}, line {number}: a word and a tag are needed, {line!r:.80} is there")
-            if parts[-1] != "O" and not parts[-1].startswith(("B-", "I-")):
+            if not re.fullmatch(r"O|[BI]-.+", parts[-1]):
                 raise InputError(f"{path}, line {number}: tag {parts[-1]!r} is neither O nor B-… nor I-…")
             if not words:
                 first = number
@@ -149,14 +166,16 @@ def read_squad(task: Task, path: Path) -> Iterator[Example]:
         articles = data["data"]
         for article in articles:
             for paragraph in article["paragraphs"]:
+                if not isinstance(paragraph["context"], str):
+                    raise TypeError(f"context {paragraph['context']!r:.60} is no string")
                 for question in paragraph["qas"]:
                     answers = [] if question.get("is_impossible") else question["answers"]
                     yield Example(
                         {"QUESTION": question["question"].strip(), "CONTEXT": paragraph["context"]},
-                        Gold(str(question["id"]), tuple((a["text"], int(a["answer_start"])) for a in answers)),
+                        Gold(str(question["id"]), tuple((str(a["text"]), int(a["answer_start"])) for a in answers)),
                         f"{path}, question {question['id']}",
                     )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} is not in SQuAD's JSON format: {type(error).__name__} {error}") from None
 
 

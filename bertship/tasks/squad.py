@@ -1,11 +1,13 @@
 """Extractive question answering (Devlin et al. 2019, sections 4.2 and 4.3).
 
 A long context becomes overlapping windows. Spans of all windows and the null answer are compared in logits, which
-are on one scale; probabilities of separate softmaxes are not.
+are on one scale; probabilities of separate softmaxes are not. SCORE is a softmax over the null answer and every span of
+every window that `max_answer_tokens` allows. A span that several windows hold is one answer and counts once, with its
+best logits: were it counted in each, a certain answer's probability would halve wherever two windows overlap.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from bertship.tasks.base import (
     TensorSpec,
     register,
     register_kind,
+    short,
 )
 from bertship.tokenization import NO_OFFSET, Row, Tokenizer, Tokens, windows
 
@@ -36,12 +39,6 @@ class Gold(NamedTuple):
 
     id: str
     answers: tuple[tuple[str, int], ...]
-
-
-class _Span(NamedTuple):
-    score: float
-    start: int
-    end: int
 
 
 @register_kind
@@ -123,15 +120,17 @@ class Span(Kind):
         for example in examples:
             context = example.columns["CONTEXT"]
             for text, start in example.target.answers:
-                if context[start : start + len(text)] != text:
+                if not text.strip():
+                    raise InputError(f"{example.where}: answer {text!r} is empty; no answer is an empty list")
+                if start < 0 or context[start : start + len(text)] != text:
                     raise InputError(
                         f"{example.where}: answer {text!r} is not in the context at code point {start}; "
-                        f"{context[start : start + len(text)]!r} is"
+                        f"{context[max(start, 0) : max(start, 0) + len(text)]!r} is"
                     )
 
 
 class _Window(NamedTuple):
-    """One row's spans: `scores` float64 [D, L] for d + 1 tokens from token l, and what normalises them."""
+    """One row's spans: `scores` float64 [D, L] for d + 1 tokens from token l, -inf past the row; null: its [CLS]."""
 
     scores: np.ndarray
     offsets: np.ndarray
@@ -152,39 +151,44 @@ def _spans(table: Mapping[str, np.ndarray], logits: Logits, w: int, options: Map
     return _Window(scores, offsets[context], float(start[0] + end[0]))
 
 
-def _best(window: _Window, k: int) -> Iterator[_Span]:
-    """The window's `k` best spans in code points."""
-    flat = window.scores.ravel()
-    if not len(flat):
-        return
-    top = np.argpartition(-flat, min(k, len(flat)) - 1)[:k]
-    for place in top:
-        d, first = divmod(int(place), window.scores.shape[1])
-        if np.isfinite(flat[place]):
-            yield _Span(float(flat[place]), int(window.offsets[first, 0]), int(window.offsets[first + d, 1]))
+def _distinct(spans: Sequence[_Window]) -> tuple[np.ndarray, np.ndarray]:
+    """Every span of every window once, at its best: places int64 [N], start * 2^32 + end, ascending; scores [N]."""
+    places, scores = [], []
+    for window in spans:
+        d, first = np.nonzero(np.isfinite(window.scores))
+        starts, ends = window.offsets[first, 0].astype(np.int64), window.offsets[first + d, 1].astype(np.int64)
+        places.append((starts << 32) + ends)
+        scores.append(window.scores[d, first])
+    place, score = np.concatenate(places), np.concatenate(scores)
+    order = np.argsort(place, kind="stable")
+    place, score = place[order], score[order]
+    new = np.flatnonzero(np.diff(place, prepend=-1))
+    return place[new], np.maximum.reduceat(score, new) if len(new) else score
+
+
+def _best(scores: np.ndarray, k: int) -> np.ndarray:
+    """Indices of the `k` highest scores, the highest first; of equal ones the earlier."""
+    kept = np.arange(len(scores))
+    if len(scores) > k:
+        kept = np.flatnonzero(scores >= np.partition(scores, -k)[-k])
+    return kept[np.argsort(-scores[kept], kind="stable")][:k]
 
 
 def _answer(context: str, spans: Sequence[_Window], options: Mapping[str, Any]) -> dict[str, Any]:
     """The best answer over all windows of one question, its probability, and the runners-up."""
     null = min(window.null for window in spans)
-    # softmax over every span of every window and the null answer
-    everything = np.concatenate([[null], *(window.scores.ravel() for window in spans)])
-    highest = everything.max()
-    total = highest + np.log(np.exp(everything - highest).sum())
-    best: dict[tuple[int, int], float] = {}
-    for window in spans:
-        # windows overlap: the same span may come from two of them, and then counts once
-        for span in _best(window, options["top_k"]):
-            place = (span.start, span.end)
-            best[place] = max(span.score, best.get(place, -np.inf))
-    ranked = sorted((-score, *place) for place, score in best.items())[: options["top_k"]]
-    candidates = [
-        {"answer": context[start:end], "score": float(np.exp(-cost - total)), "start": start, "end": end}
-        for cost, start, end in ranked
-    ]
+    places, scores = _distinct(spans)
+    highest = max(null, scores.max(initial=-np.inf))
+    total = highest + np.log(np.exp(null - highest) + np.exp(scores - highest).sum())
+    ranked = _best(scores, options["top_k"]).tolist()
+    candidates = []
+    for i in ranked:
+        start, end = int(places[i]) >> 32, int(places[i]) & 0xFFFFFFFF
+        score = short(np.exp(scores[i] - total))
+        candidates.append({"answer": context[start:end], "score": score, "start": start, "end": end})
     threshold = options["null_threshold"]
-    if not candidates or (threshold is not None and null + ranked[0][0] > threshold):
-        empty = {"answer": "", "score": float(np.exp(null - total)), "start": -1, "end": -1}
+    if not candidates or (threshold is not None and null - scores[ranked[0]] > threshold):
+        empty = {"answer": "", "score": short(np.exp(null - total)), "start": -1, "end": -1}
         return {**empty, "candidates": [empty, *candidates][: options["top_k"]]}
     return {**candidates[0], "candidates": candidates}
 
@@ -193,14 +197,15 @@ def _token_span(row: Row, gold: Gold) -> tuple[int, int]:
     if not gold.answers or row.offsets is None:
         return (0, 0)
     text, first = gold.answers[0]
-    last = first + len(text)
+    last = first + len(text.rstrip())
+    first += len(text) - len(text.lstrip())  # white space has no tokens
     inside = np.flatnonzero(row.offsets[:, 0] != NO_OFFSET)
     offsets = row.offsets[inside]
     if not len(inside) or offsets[0, 0] > first or offsets[-1, 1] < last:
         return (0, 0)
     begin = int(inside[np.flatnonzero(offsets[:, 1] > first)[0]])
     end = int(inside[np.flatnonzero(offsets[:, 0] < last)[-1]])
-    return (begin, end)
+    return (begin, end) if begin <= end else (0, 0)  # an answer of characters that have no tokens
 
 
 register(

@@ -1,0 +1,5 @@
+"""sst2, step `decode`: logits to answers. The code is in bertship."""
+
+from bertship.triton_steps import DecodeStep as TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
