@@ -37,7 +37,7 @@ export ASK_QUESTION := $(value QUESTION)
 export ASK_CONTEXT := $(value CONTEXT)
 given = $(if $(filter undefined,$(origin $(1))),,--$(2) "$$ASK_$(1)")
 
-.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask clean
+.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask bench clean
 
 help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
@@ -104,6 +104,10 @@ stop: $(RUN_STAMP) ## Stop it
 
 ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
 	@$(BERTSHIP) ask --task '$(TASK)' --url http://127.0.0.1:$(HTTP_PORT) $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
+
+bench: setup ## Load TASK with perf_analyzer on real texts
+	@test -f $(REPOSITORY)/$(TASK)_encode/1/model.onnx || $(MAKE) repository
+	@$(BERTSHIP) bench --task '$(TASK)' --repository '$(REPOSITORY)'
 
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi

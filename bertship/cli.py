@@ -301,6 +301,60 @@ def predict(
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
 
 
+@app.command()
+def bench(
+    task: TaskOption = "sst2",
+    concurrency: Annotated[str, typer.Option(help="Numbers of clients, parted by commas.")] = "1,2,4,8,16,32",
+    protocol: Annotated[str, typer.Option(help="http, grpc, or both parted by a comma.")] = "http,grpc",
+    seconds: Annotated[float, typer.Option(min=1, help="Length of each measurement.")] = 5.0,
+    target: RepositoryOption = REPOSITORY,
+    runs: RunsOption = RUNS,
+) -> None:
+    """Load a served task with perf_analyzer.
+
+    Real texts at each number of clients: latency percentiles, throughput, batch sizes; runs/bench/TASK. Starts a
+    server for the time of the measurement where `serve --detach` runs none.
+    """
+    definition = _task(task)
+    export = runs / "export" / definition.name
+    _need(export, f"bertship export --task {task}")
+    counts = [int(part) for part in concurrency.split(",") if part.strip().isdigit() and int(part)]
+    protocols = [part.strip() for part in protocol.split(",")]
+    if not counts or not set(protocols) <= {"http", "grpc"}:
+        raise InputError(
+            f"--concurrency {concurrency!r} --protocol {protocol!r}: such as 1,8,32 and http,grpc are needed"
+        )
+    triton = load("serving.environment:prepare")(report)
+    with contextlib.ExitStack() as stack:
+        state = load("serving.server:running")(runs / "serve")
+        if state is None:
+            ready = load("serving.repository:ready_models")(target)
+            server = stack.enter_context(load("serving.server:TritonServer")(triton))
+            report("no server is running; starting one for this measurement")
+            free = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+            server.start(target, models=ready, log_path=runs / "bench" / "triton.log", **free)
+            state = {"http_url": server.http_url, "grpc_url": server.grpc_url}
+        result = load("serving.bench:bench")(
+            definition.name,
+            read_samples(export),
+            http_url=state["http_url"],
+            grpc_url=state["grpc_url"],
+            triton=triton,
+            out=runs / "bench" / definition.name,
+            concurrencies=counts,
+            protocols=protocols,
+            seconds=seconds,
+            report=report,
+        )
+    show(result, load("serving.bench:lines")(result))
+
+
+def read_samples(export: Path) -> list[dict[str, Any]]:
+    """An export's real texts with PyTorch's answers: {"columns": {...}, "answer": {...}} each."""
+    lines = (export / "samples.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
+
+
 def _task(name: str) -> Any:
     return load("bertship.tasks:get_task")(name)
 

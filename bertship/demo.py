@@ -1,7 +1,6 @@
 """`make demo`: the whole line on real text, each stage as its own command runs it."""
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bertship.cli import load, parity_lines, report
+from bertship.cli import load, parity_lines, read_samples, report
 from bertship.client import Client
 from bertship.errors import CheckFailed
 from bertship.tasks import get_task
@@ -108,12 +107,6 @@ def run_demo(home: Path, force: bool = False) -> dict[str, Any]:
     }
     _print_summary(summary, home)
     return summary
-
-
-def read_samples(export: Path) -> list[dict[str, Any]]:
-    """The export's real texts with PyTorch's answers: {"columns": {...}, "answer": {...}} each."""
-    lines = (export / "samples.jsonl").read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
 
 
 def agreement_needed(exported: dict[str, Any]) -> float:

@@ -41,6 +41,7 @@ class OnnxRunner:
         self.outputs = [output.name for output in self._wide.get_outputs()]
 
     def _session(self, threads: int) -> onnxruntime.InferenceSession:
+        onnxruntime.disable_telemetry_events()  # a served text is nobody else's business
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3

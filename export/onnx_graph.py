@@ -39,7 +39,29 @@ def export_onnx(model: HeadedModel, path: Path) -> None:
             external_data=False,
             verbose=False,
         )
+    graph = onnx.load(path)
+    halve_last(graph.graph)
+    onnx.save(graph, path)
     onnx.checker.check_model(str(path), full_check=True)
+
+
+def halve_last(graph: onnx.GraphProto) -> None:
+    """Turn each GELU's x * (0.5 * y) into (x * y) * 0.5, the order that ONNX Runtime fuses; the same bits."""
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    makers = {output: node for node in graph.node for output in node.output}
+    for node in graph.node:
+        for x, product in (tuple(node.input), tuple(node.input)[::-1]) if node.op_type == "Mul" else ():
+            inner = makers.get(product)
+            if inner is None or inner.op_type != "Mul" or inner.input[0] not in constants:
+                continue
+            half, y = inner.input
+            value = onnx.numpy_helper.to_array(constants[half])
+            grown = makers.get(y)  # 1 + erf(x / sqrt(2))
+            erf = [makers[name].op_type for name in grown.input if name in makers] if grown is not None else []
+            if value.size == 1 and value.item() == 0.5 and "Erf" in erf:
+                inner.input[:] = [x, y]
+                node.input[:] = [product, half]
+                break
 
 
 @contextlib.contextmanager

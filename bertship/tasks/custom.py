@@ -126,7 +126,8 @@ def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
     if form == "jsonl" and not header:
         raise InputError(f"{path}: files.header false: fields of jsonl have names; leave it out")
     for name, column in {**columns, "target": values.get("target", "label")}.items():
-        if not isinstance(column, str if header else int) or isinstance(column, bool) or (not header and column < 0):
+        negative = isinstance(column, int) and column < 0
+        if not isinstance(column, str if header else int) or isinstance(column, bool) or negative:
             raise InputError(
                 f"{path}: files column for {name} is {column!r}; "
                 f"{'its name in the header' if header else 'its number, from 0, as header = false'} is needed"
