@@ -77,18 +77,26 @@ def show(result: dict[str, Any], lines: list[str]) -> None:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
-@app.callback()
-def _global(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Print a traceback with an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _version(wanted: bool) -> None:
+    if wanted:
         from bertship import __version__
 
         sys.stdout.write(f"bertship {__version__}\n")
         raise typer.Exit
-    _options["json"] = as_json
+
+
+@app.callback()
+def _global(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print a traceback with an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Text in, a measured BERT service out: pre-train, fine-tune, export, serve and ask.
+
+    --json and --debug may also stand after the command.
+    """
 
 
 @app.command()
@@ -450,9 +458,11 @@ def main() -> None:
     # libgomp's threads spin while they wait: beside any other load that slows training many times over
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up as after Ctrl-C
-    debug = "--debug" in sys.argv
+    debug, _options["json"] = "--debug" in sys.argv, "--json" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--debug", "--json")]
     try:
-        app(standalone_mode=False)
+        if app(arguments, standalone_mode=False) == 130:  # how typer returns a Ctrl-C
+            raise KeyboardInterrupt
         sys.stdout.flush()
     except typer.Exit as leave:
         sys.exit(leave.exit_code)
@@ -473,8 +483,16 @@ def main() -> None:
             sys.stdout.write(f"{usage()}\n" if usage else "")
             return
         if usage:
-            _fail(f"{usage()}; `bertship --help` lists what there is", 2, debug)
+            _fail(f"{usage().rstrip('.')}{_seen(error, arguments)}; `bertship --help` lists what there is", 2, debug)
         _fail(f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1, debug)
+
+
+def _seen(error: Exception, arguments: list[str]) -> str:
+    """The value that an option was given, for an error that names the option alone."""
+    for name in getattr(getattr(error, "param", None), "opts", []):
+        if name in arguments[:-1]:
+            return f" (seen: {arguments[arguments.index(name) + 1]!r})"
+    return ""
 
 
 def _fail(message: str, code: int, debug: bool) -> None:

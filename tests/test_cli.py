@@ -24,6 +24,7 @@ COMMANDS = [
     "stop",
     "ask",
     "predict",
+    "bench",
 ]
 
 
