@@ -461,7 +461,7 @@ def main() -> None:
     debug, _options["json"] = "--debug" in sys.argv, "--json" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--debug", "--json")]
     try:
-        if app(arguments, standalone_mode=False) == 130:  # how typer returns a Ctrl-C
+        if app(arguments, prog_name="bertship", standalone_mode=False) == 130:  # how typer returns a Ctrl-C
             raise KeyboardInterrupt
         sys.stdout.flush()
     except typer.Exit as leave:

@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx
 import torch
 
+from bertship.errors import CheckFailed
 from bertship.runners import OnnxRunner
 from train.heads import HeadedModel
 
@@ -42,7 +43,15 @@ def export_onnx(model: HeadedModel, path: Path) -> None:
     graph = onnx.load(path)
     halve_last(graph.graph)
     onnx.save(graph, path)
-    onnx.checker.check_model(str(path), full_check=True)
+    check_graph(path)
+
+
+def check_graph(path: Path) -> None:
+    """Hold a graph against ONNX's own rules, types and shapes included. Raises CheckFailed in one line."""
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise CheckFailed(f"{path.name} is not a valid ONNX graph: {' '.join(str(error).split())}") from None
 
 
 def halve_last(graph: onnx.GraphProto) -> None:

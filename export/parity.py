@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 
-from bertship.errors import InputError
+from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import Runner
-from bertship.runners import OnnxRunner
+from bertship.runners import OnnxRunner, available_threads
 from bertship.tasks import Example, Task
 from bertship.tasks.base import Answers, Logits, read_options, row_table
 from bertship.tokenization import Row, Tokenizer, pad
@@ -25,6 +27,7 @@ BATCH_SIZES = (1, 3, 16)  # rows of a padded batch
 UNTRACED_SHAPES = ((1, 1), (1, 7), (3, 33), (5, 128), (2, 512))  # exp.1: unlike the traced one
 METRIC_DROP = 0.005  # of a share; or two examples, whichever is more
 MAX_EXAMPLES = 500
+RANGE_ROWS = 32  # rows whose values between the nodes are looked at
 
 
 @dataclass
@@ -197,15 +200,51 @@ def spread(examples: Sequence[Example], most: int) -> list[Example]:
     return [by_length[i] for i in np.linspace(0, len(by_length) - 1, most).round().astype(int)]
 
 
+def check_range(path: Path, rows: Sequence[Row], pad_id: int) -> list[str]:
+    """What leaves FP16's range between the nodes, on RANGE_ROWS rows of all lengths; an empty list when nothing does.
+
+    ONNX Runtime's CPU kernels compute in FP32 and drop the casts between them, so an overflow that a GPU would meet
+    shows only in tensors that it has to hand out. Accumulation inside a node is FP32 on GPUs too.
+    """
+    model = onnx.shape_inference.infer_shapes(onnx.load(path))
+    half = onnx.TensorProto.FLOAT16
+    inner = [info for info in model.graph.value_info if info.type.tensor_type.elem_type == half]
+    model.graph.output.extend(inner)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = available_threads()
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    by_length = sorted(rows, key=len)
+    names = [info.name for info in inner]
+    for place in np.unique(np.linspace(0, len(rows) - 1, RANGE_ROWS).round().astype(int)):
+        row = by_length[place]
+        for name, value in zip(names, session.run(names, pad([row], pad_id)), strict=True):
+            if not np.isfinite(value).all():
+                return [f"{name} leaves FP16's range on a row of {len(row)} tokens"]
+    return []
+
+
 def judge(reference: Reference, precision: str, path: Path, max_positions: int) -> list[Parity]:
-    """Every comparison of the artifact at `path`; `max_positions` is the longest row that the model can take."""
-    runner = OnnxRunner(path)
+    """Every comparison of the artifact at `path`; `max_positions` is the longest row that the model can take.
+
+    Raises CheckFailed where the artifact does not load, has other inputs, or does not run on the text at all.
+    """
+    refused = f"the parity gate refused {reference.task.name}: {precision}"
+    try:
+        runner = OnnxRunner(path)
+    except InputError as error:
+        raise CheckFailed(f"{refused}: {error}; nothing was published") from None
     try:
         found = reference.compare(precision, runner)
         found[0].failures += check_shapes(runner, max_positions)
-        return found
+    except Exception as error:  # ONNX Runtime's errors have no common base
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckFailed(f"{refused} does not run: {reason}; nothing was published") from None
     finally:
         runner.close()
+    if PRECISIONS[precision].narrow:
+        found[0].failures += check_range(path, reference.rows, reference.tokenizer.pad_id)
+    return found
 
 
 def table(results: Sequence[Parity], sizes: Mapping[str, int]) -> list[dict[str, str]]:
