@@ -1,4 +1,4 @@
-"""What several test modules share: a tiny warm start, tiny data in official layouts, and a run of the command line."""
+"""What several test modules share: tiny data in official layouts, a tiny warm start, and the whole line run on them."""
 
 import contextlib
 import csv
@@ -6,18 +6,45 @@ import io
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bertship import cli
+from bertship.tasks import TASKS
+from serving import environment
+from serving.repository import ready_models
+from serving.server import TritonServer
 
 PLACES = ("garden", "kitchen", "river", "market", "castle", "forest")
 NAMES = ("Anna", "Bruno", "Clara", "Dario", "Elena", "Felix")
 GOOD = ("bright", "lovely", "warm", "gentle")
 BAD = ("dull", "awful", "cold", "harsh")
+
+SETTINGS = ("--set", "epochs=15", "--set", "learning_rate=2e-3", "--set", "batch_size=16", "--set", "precision=fp32")
+OWN_TASK = """
+name = "weather"
+kind = "sentence"
+metrics = ["accuracy", "f1"]
+
+[files]
+format = "csv"
+target = "day"
+columns = { TEXT = "message" }
+"""
+# what a model that has learnt the tiny data has to reach on its dev split
+LEARNT = {
+    "sst2": ("accuracy", 0.95),
+    "weather": ("accuracy", 0.95),
+    "mnli": ("accuracy", 0.8),
+    "stsb": ("pearson", 0.5),
+    "squad": ("f1", 0.9),
+    "ner": ("f1", 0.9),
+}
 
 
 @pytest.fixture(scope="session")
@@ -83,6 +110,56 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     folder = tmp_path_factory.mktemp("warm-start")
     save_model(PretrainingModel(config), tokenizer, folder)
     return folder
+
+
+@dataclass
+class Line:
+    """What the commands left behind, and a server on it."""
+
+    runs: Path
+    repository: Path
+    tasks: dict[str, str]  # a task's name: what --task takes
+    server: TritonServer
+
+    @property
+    def urls(self) -> tuple[str, str]:
+        return (self.server.http_url, f"grpc://{self.server.grpc_url}")
+
+
+@pytest.fixture(scope="session")
+def line(
+    tmp_path_factory: pytest.TempPathFactory, data: Path, warm_start: Path, bertship: Callable[..., Any]
+) -> Iterator[Line]:
+    home = tmp_path_factory.mktemp("line")
+    runs, repository = home / "runs", home / "model_repository"
+    own = home / "weather.toml"
+    own.write_text(OWN_TASK, encoding="utf-8")
+    tasks = {name: name for name in TASKS} | {"weather": str(own)}
+    for name, task in tasks.items():
+        common = ("--task", task, "--data", data / name, "--runs", runs)
+        code, out, err = bertship("--json", "finetune", *common, "--init", warm_start, *SETTINGS)
+        assert code == 0, err
+        metric, least = LEARNT[name]
+        assert json.loads(out)["metrics"][metric] >= least, (name, json.loads(out)["metrics"])
+        precision = "auto" if name == "weather" else "fp32"
+        code, _, err = bertship("export", *common, "--precision", precision)
+        assert code == 0, err
+        code, _, err = bertship("repository", "--task", task, "--runs", runs, "--repository", repository)
+        assert code == 0, err
+    with TritonServer(environment.prepare()) as server:
+        server.start(
+            repository,
+            models=ready_models(repository),
+            log_path=home / "triton.log",
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+        )
+        yield Line(runs, repository, tasks, server)
+        pid, prefix, ports = server.pid, server.shm_prefix, (server.http_port, server.grpc_port, server.metrics_port)
+    assert not psutil.pid_exists(pid)
+    assert not list(Path("/dev/shm").glob(f"{prefix}*"))
+    assert not {c.laddr.port for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN} & set(ports)
 
 
 def _review(rng: random.Random) -> list[str]:

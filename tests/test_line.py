@@ -3,46 +3,23 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from conftest import LEARNT, SETTINGS, Line
 
 from bertship.client import Client
 from bertship.errors import InvalidRequest, ServerUnavailable
 from bertship.pipeline import from_export
 from bertship.tasks import TASKS, get_task
-from serving import environment
-from serving.repository import ready_models, render_files
-from serving.server import TritonServer
+from serving.repository import render_files
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = ("--set", "epochs=15", "--set", "learning_rate=2e-3", "--set", "batch_size=16", "--set", "precision=fp32")
-OWN_TASK = """
-name = "weather"
-kind = "sentence"
-metrics = ["accuracy", "f1"]
-
-[files]
-format = "csv"
-target = "day"
-columns = { TEXT = "message" }
-"""
-# what a model that has learnt the tiny data has to reach on its dev split
-LEARNT = {
-    "sst2": ("accuracy", 0.95),
-    "weather": ("accuracy", 0.95),
-    "mnli": ("accuracy", 0.8),
-    "stsb": ("pearson", 0.5),
-    "squad": ("f1", 0.9),
-    "ner": ("f1", 0.9),
-}
 QUESTIONS: dict[str, dict[str, list[str]]] = {
     "sst2": {"TEXT": ["a lovely film", "", "dull " * 300, "naïve 😀 日本", "[MASK] [SEP]"]},
     "weather": {"TEXT": ["It is warm", "It is awful in the river", ""]},
@@ -59,56 +36,6 @@ QUESTIONS: dict[str, dict[str, list[str]]] = {
     },
     "ner": {"TEXT": ["Clara went to Old river .", "", "It was gentle there. " * 80 + "Bruno went to Old castle ."]},
 }
-
-
-@dataclass
-class Line:
-    """What the commands left behind, and a server on it."""
-
-    runs: Path
-    repository: Path
-    tasks: dict[str, str]  # a task's name: what --task takes
-    server: TritonServer
-
-    @property
-    def urls(self) -> tuple[str, str]:
-        return (self.server.http_url, f"grpc://{self.server.grpc_url}")
-
-
-@pytest.fixture(scope="session")
-def line(
-    tmp_path_factory: pytest.TempPathFactory, data: Path, warm_start: Path, bertship: Callable[..., Any]
-) -> Iterator[Line]:
-    home = tmp_path_factory.mktemp("line")
-    runs, repository = home / "runs", home / "model_repository"
-    own = home / "weather.toml"
-    own.write_text(OWN_TASK, encoding="utf-8")
-    tasks = {name: name for name in TASKS} | {"weather": str(own)}
-    for name, task in tasks.items():
-        common = ("--task", task, "--data", data / name, "--runs", runs)
-        code, out, err = bertship("--json", "finetune", *common, "--init", warm_start, *SETTINGS)
-        assert code == 0, err
-        metric, least = LEARNT[name]
-        assert json.loads(out)["metrics"][metric] >= least, (name, json.loads(out)["metrics"])
-        precision = "auto" if name == "weather" else "fp32"
-        code, _, err = bertship("export", *common, "--precision", precision)
-        assert code == 0, err
-        code, _, err = bertship("repository", "--task", task, "--runs", runs, "--repository", repository)
-        assert code == 0, err
-    with TritonServer(environment.prepare()) as server:
-        server.start(
-            repository,
-            models=ready_models(repository),
-            log_path=home / "triton.log",
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-        )
-        yield Line(runs, repository, tasks, server)
-        pid, prefix, ports = server.pid, server.shm_prefix, (server.http_port, server.grpc_port, server.metrics_port)
-    assert not psutil.pid_exists(pid)
-    assert not list(Path("/dev/shm").glob(f"{prefix}*"))
-    assert not {c.laddr.port for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN} & set(ports)
 
 
 @pytest.mark.parametrize("name", LEARNT)
