@@ -342,9 +342,13 @@ def bench(
             free = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
             server.start(target, models=ready, log_path=runs / "bench" / "triton.log", **free)
             state = {"http_url": server.http_url, "grpc_url": server.grpc_url}
+        samples = read_samples(export)
+        pipeline = load("serving.check:served_pipeline")(target, definition.name)
+        compared = load("serving.check:check_answers")(pipeline, state["http_url"], samples)
+        report(f"{compared} answers compared with `predict`: equal to the last bit")
         result = load("serving.bench:bench")(
             definition.name,
-            read_samples(export),
+            samples,
             http_url=state["http_url"],
             grpc_url=state["grpc_url"],
             triton=triton,

@@ -92,7 +92,7 @@ class Reference:
         failures = []
         largest, mean, where = self._difference(logits)
         if not np.isfinite(largest):
-            failures.append(f"not finite at {where}")
+            failures.append(f"not finite {where}")
             agreement = score = 0.0
         else:
             answers = self.decode(logits)

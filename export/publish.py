@@ -54,6 +54,7 @@ def export_run(
         if failed:
             reasons = "; ".join(f"{r.precision} ({r.mode}): {failure}" for r in failed for failure in r.failures)
             raise CheckFailed(f"the parity gate refused {task.name}: {reasons}; nothing was published")
+        results = [result for result in results if result.precision in precisions]
         (staging / "parity.json").write_text(json.dumps([r.as_dict() for r in results], indent=2) + "\n", "utf-8")
         (staging / "task.json").write_text(task.to_json(), encoding="utf-8")
         shutil.copy2(run / "model" / "tokenizer.json", staging / "tokenizer.json")
@@ -75,10 +76,11 @@ def export_run(
 def _make(
     model: HeadedModel, reference: Reference, precisions: Sequence[str], staging: Path, report: Callable[[str], None]
 ) -> list[Parity]:
+    """Every precision's comparisons, FP32's among them even where it is not asked for: the others are made from it."""
     source = staging / PRECISIONS["fp32"].file
     export_onnx(model, source)
     results = []
-    for name in precisions:
+    for name in dict.fromkeys(("fp32", *precisions)):
         make = PRECISIONS[name].make
         path = staging / PRECISIONS[name].file
         if make is not None:

@@ -126,6 +126,10 @@ def hide_the_last_token(graph):
     rewire(graph, "attention_mask", ("Pad", ["attention_mask", pads], {}))
 
 
+def hide_all_but_the_first(graph):
+    rewire(graph, "attention_mask", ("Mul", ["step1", 0], {}), ("Identity", ["attention_mask"], {}))
+
+
 def see_one_padding(graph):
     """The mask moved to the right by one, a 1 before it: rows without padding do not show it."""
     rewire(graph, "attention_mask", ("Pad", ["attention_mask", [0, 1, 0, -1], 1], {}))
@@ -210,9 +214,29 @@ def test_an_output_of_one_row_closes_the_gate(runs, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["fp16", "int8"])
-@pytest.mark.parametrize("spoil", [swap_labels, hide_the_last_token])
+@pytest.mark.parametrize("spoil", [swap_labels, hide_all_but_the_first])
 def test_other_precisions_have_their_gate(gate, name, spoil):
     assert f"{name} (padded)" in gate("sentence", spoil, name)
+
+
+def test_what_int8_would_forgive_is_found_in_the_graph_that_it_is_made_of(runs, tmp_path, monkeypatch):
+    run, graph = runs["sentence"]
+    model = onnx.load(graph)
+    hide_the_last_token(model.graph)
+    onnx.save(model, tmp_path / "spoilt.onnx")
+    monkeypatch.setattr(publish, "export_onnx", lambda model, path: shutil.copy2(tmp_path / "spoilt.onnx", path))
+    with pytest.raises(CheckFailed, match=r"fp32 \(padded\)"):
+        publish.export_run(run, tmp_path / "out", ["int8"], make_examples("sentence"), lambda line: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_what_was_asked_for_is_listed(runs, tmp_path, monkeypatch):
+    run, graph = runs["sentence"]
+    monkeypatch.setattr(publish, "export_onnx", lambda model, path: shutil.copy2(graph, path))
+    manifest = publish.export_run(run, tmp_path / "out", ["fp16"], make_examples("sentence"), lambda line: None)
+    assert manifest["graphs"] == {"fp16": "model.fp16.onnx"}
+    assert {result["precision"] for result in manifest["metrics"]["parity"]} == {"fp16"}
+    assert manifest["serve"] == "fp16"
 
 
 def test_an_overflow_between_nodes_closes_the_gate_of_fp16(tmp_path):

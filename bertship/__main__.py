@@ -1,0 +1,5 @@
+"""`python -m bertship` is the command line."""
+
+from bertship.cli import main
+
+main()

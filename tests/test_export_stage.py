@@ -1,0 +1,136 @@
+"""export/publish.py and export/stages.py: whole or not at all, and what is up to date is not made again."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import onnx
+import pytest
+from small_bert import TASKS_BY_HEAD, make_examples, make_model, make_run
+
+from bertship import artifacts
+from bertship.errors import CheckFailed, InputError
+from bertship.pipeline import from_export
+from bertship.runners import OnnxRunner
+from export import onnx_graph, publish, stages
+from export.onnx_graph import export_onnx
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run of one head and its graph."""
+    folder = tmp_path_factory.mktemp("made")
+    export_onnx(make_model("sentence"), folder / "model.onnx")
+    return make_run(folder / "run", "sentence"), folder / "model.onnx"
+
+
+@pytest.fixture
+def quick(made, monkeypatch):
+    """Exporting without the exporter: the graph is there already."""
+    monkeypatch.setattr(publish, "export_onnx", lambda model, path: shutil.copy2(made[1], path))
+    return made[0]
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("head", TASKS_BY_HEAD)
+def test_an_export_holds_what_it_says_and_answers_as_pytorch_does(tmp_path, head):
+    run, examples = make_run(tmp_path / "run", head), make_examples(head)
+    out = tmp_path / "export"
+    manifest = publish.export_run(run, out, ["fp32", "fp16"], examples, silent)
+    assert manifest == artifacts.read_manifest(out, "export")
+    assert set(manifest["files"]) == {path.name for path in out.iterdir()} - {"manifest.json"}
+    assert artifacts.is_current(out, manifest["fingerprint"])
+    assert (manifest["task"], manifest["serve"]) == (TASKS_BY_HEAD[head].name, "fp32")
+    assert json.loads((out / "parity.json").read_text()) == manifest["metrics"]["parity"]
+    assert [r["mode"] for r in manifest["metrics"]["parity"]] == ["padded", "alone"] * 2
+    pipeline = from_export(out)
+    for line in (out / "samples.jsonl").read_text("utf-8").splitlines():
+        sample = json.loads(line)
+        answer = pipeline({name: [text] for name, text in sample["columns"].items()})
+        for name, wanted in sample["answer"].items():
+            got = answer[name][0]
+            if name in ("ENTITIES", "CANDIDATES"):
+                got, wanted = json.loads(got), json.loads(wanted)
+                assert [{k: v for k, v in g.items() if k != "score"} for g in got] == [
+                    {k: v for k, v in w.items() if k != "score"} for w in wanted
+                ]
+            elif name in ("SCORE", "PROBABILITIES"):
+                assert got == pytest.approx(wanted, abs=1e-5)
+            else:
+                assert got == wanted
+
+
+def test_unknown_precisions_and_directories_that_are_no_run_are_refused(quick, tmp_path):
+    for names in ([], ["fp64"]):
+        with pytest.raises(InputError, match="precisions are fp32, fp16, int8"):
+            publish.export_run(quick, tmp_path / "out", names, make_examples("sentence"), silent)
+    with pytest.raises(InputError, match=r"no manifest\.json"):
+        publish.export_run(tmp_path, tmp_path / "out", ["fp32"], make_examples("sentence"), silent)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", ["model.onnx", "model.fp16.onnx", "model.int8.onnx", "parity.json", "manifest.json"])
+def test_a_disk_that_fills_up_leaves_nothing_new_and_the_old_in_place(quick, tmp_path, monkeypatch, victim):
+    out, precisions, examples = tmp_path / "export", ["fp32", "fp16", "int8"], make_examples("sentence")
+    graph = quick.parent / "model.onnx"
+
+    def full(path):
+        if Path(path).name == victim:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    save, write_text = onnx.save, Path.write_text
+
+    def export() -> None:
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(onnx, "save", lambda model, path, **more: full(path) or save(model, path, **more))
+            patch.setattr(Path, "write_text", lambda path, *a, **k: full(path) or write_text(path, *a, **k))
+            patch.setattr(publish, "export_onnx", lambda model, path: full(path) or shutil.copy2(graph, path))
+            publish.export_run(quick, out, precisions, examples, silent)
+
+    export()
+    assert list(tmp_path.iterdir()) == []
+    publish.export_run(quick, out, ["fp32"], examples, silent)
+    before = contents(out)
+    export()
+    assert contents(out) == before
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_an_invalid_graph_is_one_line_and_publishes_nothing(quick, tmp_path, monkeypatch):
+    def refuse(path, full_check):
+        raise onnx.checker.ValidationError("Field 'name' is required\n\n==> Context: Bad node spec")
+
+    monkeypatch.setattr(onnx_graph.onnx.checker, "check_model", refuse)
+    for name in ("fp16", "int8"):
+        with pytest.raises(
+            CheckFailed, match="is not a valid ONNX graph: Field 'name' is required ==> Context"
+        ) as caught:
+            publish.export_run(quick, tmp_path / "out", [name], make_examples("sentence"), silent)
+        assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_up_to_date_is_not_made_again(quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "load_examples", lambda task, data, split, report: make_examples("sentence"))
+    out, lines = tmp_path / "export", []
+    first = stages.make_export(quick, out, ["fp32"], None, lines.append)
+    assert stages.make_export(quick, out, ["fp32"], None, lines.append) == first
+    assert lines[-1] == f"{out} is up to date"
+    (out / "model.onnx").write_bytes(b"damaged")
+    stages.make_export(quick, out, ["fp32"], None, lines.append)
+    assert lines[-1] != f"{out} is up to date"
+    OnnxRunner(out / "model.onnx")
+    again = stages.make_export(quick, out, ["fp32", "fp16"], None, lines.append)
+    assert set(again["graphs"]) == {"fp32", "fp16"}
+    monkeypatch.setattr(publish, "best_for_cpu", lambda: "fp16")  # a processor for which another one is best
+    moved = stages.make_export(quick, out, ["fp32", "fp16"], None, lines.append)
+    assert (again["serve"], moved["serve"]) == ("fp32", "fp16")

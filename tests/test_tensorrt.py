@@ -1,0 +1,213 @@
+"""export/tensorrt_engine.py, built with TensorRT for RTX, which needs no GPU: parsing, types, profiles, fusion.
+
+It says nothing of kernels, numerics, speed, or of TensorRT's own plans.
+"""
+
+import ctypes
+import dataclasses
+import types
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from small_bert import CONFIG, TASKS_BY_HEAD, make_model
+
+from bertship.errors import InputError
+from bertship.tasks import TASKS, Task
+from bertship.triton_limits import PLAN_MAX_BATCH
+from export import tensorrt_engine
+from export.onnx_graph import export_onnx
+from export.precision import to_fp16, to_int8
+from export.tensorrt_engine import Shapes, build_engine, check_fp16, find_tensorrt, profiles_of
+
+LAYERS = 2
+WIDER = CONFIG.model_copy(update={"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS})
+TARGETS = ("8.6", "8.9")
+
+
+@pytest.fixture(scope="module")
+def rtx():
+    return pytest.importorskip("tensorrt_rtx", reason="pip install -c requirements/constraints.txt tensorrt-rtx-cu12")
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """Each head's graph in FP32 and FP16."""
+    folder, found = tmp_path_factory.mktemp("graphs"), {}
+    for head in TASKS_BY_HEAD:
+        found[head] = folder / f"{head}.onnx", folder / f"{head}.fp16.onnx"
+        export_onnx(make_model(head, WIDER), found[head][0])
+        to_fp16(*found[head])
+    return found
+
+
+def refused(*arguments, **more) -> str:
+    with pytest.raises(InputError) as caught:
+        build_engine(*arguments, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("head", TASKS_BY_HEAD)
+def test_every_profile_is_taken_and_every_attention_fused(rtx, graphs, tmp_path, head):
+    task, lines = TASKS_BY_HEAD[head], []
+    facts = build_engine(
+        graphs[head][1], tmp_path / "model.plan", task, rtx, compute_capabilities=TARGETS, report=lines.append
+    )
+    assert facts["fused_attentions"] == [LAYERS] * len(task.buckets)
+    assert [profile["largest"] for profile in facts["profiles"]] == [(PLAN_MAX_BATCH, n) for n in task.buckets]
+    assert (facts["module"], facts["version"]) == ("tensorrt_rtx", rtx.__version__)
+    assert facts["compute_capabilities"] == list(TARGETS)
+    assert facts["bytes"] == (tmp_path / "model.plan").stat().st_size
+    assert facts["graph"]["sha256"] != facts["sha256"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.plan"]
+    assert "fused attentions" in lines[-1]
+
+
+def test_an_fp32_graph_is_refused_and_would_have_fused_nothing(rtx, graphs, tmp_path):
+    task, (fp32, _) = TASKS_BY_HEAD["sentence"], graphs["sentence"]
+    assert "is not in FP16" in refused(fp32, tmp_path / "model.plan", task, rtx, compute_capabilities=TARGETS)
+    facts = tensorrt_engine._build(fp32, tmp_path / "model.plan", task, rtx, compute_capabilities=TARGETS)
+    assert facts["fused_attentions"] == [0, 0]
+    to_int8(fp32, tmp_path / "model.int8.onnx")
+    with pytest.raises(InputError, match="is not in FP16"):
+        check_fp16(tmp_path / "model.int8.onnx")
+
+
+def test_broken_graphs_are_refused_in_one_line_with_the_node(rtx, graphs, tmp_path):
+    task, (_, graph) = TASKS_BY_HEAD["token"], graphs["token"]
+    plan, broken = tmp_path / "model.plan", tmp_path / "broken.onnx"
+    plan.write_bytes(b"older")
+
+    def spoil(change) -> str:
+        model = onnx.load(graph)
+        change(model.graph)
+        onnx.save(model, broken)
+        return refused(broken, plan, task, rtx, compute_capabilities=TARGETS)
+
+    def unknown_operator(graph):
+        next(node for node in graph.node if node.op_type == "Softmax").op_type = "Softmaximum"
+
+    def mixed_types(graph):
+        bias = next(t for t in graph.initializer if t.name.endswith("query.bias"))
+        bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias).astype(np.float32), bias.name))
+
+    def other_input(graph):
+        graph.input.append(helper.make_tensor_value_info("position_ids", onnx.TensorProto.INT64, ["batch", "sequence"]))
+
+    assert "Softmaximum" in (message := spoil(unknown_operator))
+    assert "node node_Softmax" in message
+    assert "types" in spoil(mixed_types).lower()
+    assert "position_ids" in spoil(other_input)
+    broken.write_bytes(graph.read_bytes()[:5000])
+    assert "is no ONNX graph" in refused(broken, plan, task, rtx, compute_capabilities=TARGETS)
+    assert "no such graph" in refused(tmp_path / "none.onnx", plan, task, rtx, compute_capabilities=TARGETS)
+    assert plan.read_bytes() == b"older"
+
+
+def test_a_graph_of_another_task_is_refused(rtx, graphs, tmp_path):
+    other = dataclasses.replace(TASKS_BY_HEAD["sentence"], labels=("one", "two", "three", "four"))
+    message = refused(graphs["sentence"][1], tmp_path / "p", other, rtx, compute_capabilities=TARGETS)
+    assert "output logits is" in message
+    message = refused(graphs["sentence"][1], tmp_path / "p", TASKS_BY_HEAD["span"], rtx, compute_capabilities=TARGETS)
+    assert "start_logits is missing among ['logits']" in message
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        Shapes((1, 5), (8, 4), (32, 4)),
+        Shapes((2, 1), (1, 4), (32, 4)),
+        Shapes((1, 1), (8, 4), (0, 4)),
+        Shapes((1, -1), (8, 4), (32, 4)),
+    ],
+)
+def test_a_bad_profile_is_refused(rtx, graphs, tmp_path, monkeypatch, shapes):
+    monkeypatch.setattr(tensorrt_engine, "profiles_of", lambda task: [shapes])
+    task = TASKS_BY_HEAD["sentence"]
+    message = refused(graphs["sentence"][1], tmp_path / "model.plan", task, rtx, compute_capabilities=TARGETS)
+    assert "was refused" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_built_says_what_can(rtx, graphs, tmp_path):
+    common = (graphs["sentence"][1], tmp_path / "model.plan", TASKS_BY_HEAD["sentence"])
+    assert "name the compute capabilities" in refused(*common, rtx)
+    assert "'9.0' is not one of tensorrt_rtx's: 7.5, 8.0" in refused(*common, rtx, compute_capabilities=["9.0"])
+    assert "workspace of 0 MiB" in refused(*common, rtx, compute_capabilities=TARGETS, workspace_mib=0)
+    full = types.SimpleNamespace(__name__="tensorrt", __version__="10.14.1")
+    assert "leave compute_capabilities out" in refused(*common, full, compute_capabilities=TARGETS)
+    full.__version__ = "8.6.1"
+    assert "version 10 or newer" in refused(*common, full)
+
+
+@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops")
+def test_a_timing_cache_is_written_and_read_back(rtx, graphs, tmp_path):
+    common = (graphs["sentence"][1], tmp_path / "model.plan", TASKS_BY_HEAD["sentence"], rtx)
+    cache, lines = tmp_path / "timing.cache", []
+    for _ in range(2):
+        build_engine(*common, compute_capabilities=TARGETS, timing_cache=cache, report=lines.append)
+        assert cache.stat().st_size > 0
+    assert not any("another GPU" in line for line in lines)
+
+
+@pytest.mark.parametrize("task", [*TASKS.values(), *(Task("t", "sentence", max_tokens=n) for n in (8, 9, 31, 512))])
+def test_profiles_part_the_lengths_among_them_in_the_order_of_the_buckets(task):
+    profiles = profiles_of(task)
+    assert [shapes.largest for shapes in profiles] == [(PLAN_MAX_BATCH, bucket) for bucket in task.buckets]
+    for tokens in range(1, task.max_tokens + 1):
+        fits = [s for s in profiles if s.smallest[1] <= tokens <= s.largest[1]]
+        assert len(fits) == 1 or len(set(task.buckets)) == 1
+    for shapes in profiles:
+        assert shapes.smallest[0] == 1
+        assert all(a <= b <= c for a, b, c in zip(*shapes, strict=True))
+
+
+def test_without_a_module_or_a_driver_one_line_says_so(monkeypatch):
+    monkeypatch.setattr(tensorrt_engine, "MODULES", ("no_such_tensorrt",))
+    with pytest.raises(InputError, match="pip install tensorrt"):
+        find_tensorrt()
+
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(InputError, match="no NVIDIA driver here"):
+        tensorrt_engine._device()
+
+
+def test_the_device_is_what_the_driver_says(monkeypatch):
+    """A stand-in driver: the calls, their order and how they are read; not a real GPU."""
+
+    def put(value):
+        def call(target, *rest):
+            target._obj.value = value[rest[0]] if isinstance(value, dict) else value
+            return 0
+
+        return call
+
+    def name(buffer, length, device):
+        buffer.value = b"NVIDIA H200"
+        return 0
+
+    cuda = types.SimpleNamespace(
+        cuInit=lambda flags: 0,
+        cuDriverGetVersion=put(12080),
+        cuDeviceGet=put({0: 0}),
+        cuDeviceGetName=name,
+        cuDeviceGetAttribute=put({75: 9, 76: 0}),
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: cuda)
+    assert tensorrt_engine._device() == {
+        "compute_capabilities": ["9.0"],
+        "gpu": "NVIDIA H200",
+        "driver_cuda": "12.8",
+    }
+
+    def cuInit(flags):
+        return 100
+
+    cuda.cuInit = cuInit
+    with pytest.raises(InputError, match=r"no usable GPU here \(cuInit says 100\)"):
+        tensorrt_engine._device()
