@@ -5,6 +5,7 @@ therefore never sees half an artifact, whatever ended the writer: an error, a fu
 """
 
 import contextlib
+import errno
 import glob
 import hashlib
 import importlib.metadata
@@ -50,10 +51,22 @@ def publish(target: Path) -> Iterator[Path]:
             target.rename(replaced)
         staging.rename(target)
         shutil.rmtree(replaced, ignore_errors=True)
+    except Exception as error:
+        if _disk_is_full(error):
+            raise InputError(
+                f"no space left while writing {target}; free some and run again, nothing is left half written"
+            ) from error
+        raise
     finally:
         if replaced.exists() and not target.exists():  # stopped between the two renames
             replaced.rename(target)
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _disk_is_full(error: Exception) -> bool:
+    """Whether a full disk or quota is behind the error; libraries in Rust and C++ say so in their message alone."""
+    number = getattr(error, "errno", None)
+    return number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 a check failed or a server could not be asked, 2 wrong usa
 """
 
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -478,9 +477,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has left, as `head` does
     except OSError as error:
         place = f" ({error.filename})" if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "; free some space and run again, nothing is left half written" if full else ""
-        _fail(f"{error.strerror or error}{place}{advice}", 2, debug)
+        _fail(f"{error.strerror or error}{place}", 2, debug)
     except Exception as error:
         usage = getattr(error, "format_message", None)  # click's own: an unknown option, a missing value
         if type(error).__name__ == "NoArgsIsHelpError":

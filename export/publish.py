@@ -25,7 +25,9 @@ SAMPLES = "samples.jsonl"  # real texts with PyTorch's answers: for checking and
 def fingerprint_of(run: Path, precisions: Sequence[str], examples: Sequence[Example]) -> str:
     """Changes when anything that the artifacts or their gate depend on does."""
     root = Path(__file__).parents[1]
-    code = code_digest(root, ("bertship/pipeline.py", "bertship/runners.py", "bertship/tasks/*.py", "export/*.py"))
+    core = ("metrics", "pipeline", "runners", "tasks/*", "tokenization")
+    model = ("checkpoint", "evaluate", "heads", "model", "torch_runner")
+    code = code_digest(root, [*(f"bertship/{n}.py" for n in core), *(f"train/{n}.py" for n in model), "export/*.py"])
     data = [[dict(e.columns), e.target] for e in examples]
     return sha256_json([read_manifest(run, "finetune")["files"], sorted(precisions), data, best_for_cpu(), code])
 

@@ -31,7 +31,7 @@ def test_publish_appears_whole_and_replaces_whole(tmp_path):
     assert names(target.parent) == ["run"]
 
 
-@pytest.mark.parametrize("end", [ValueError, KeyboardInterrupt, SystemExit, OSError(errno.ENOSPC, "No space left")])
+@pytest.mark.parametrize("end", [ValueError, KeyboardInterrupt, SystemExit, OSError(errno.EIO, "I/O error")])
 def test_publish_leaves_nothing_when_the_writer_fails(tmp_path, end):
     with publish(tmp_path / "run") as staging:
         (staging / "kept").write_text("1")
@@ -40,6 +40,15 @@ def test_publish_leaves_nothing_when_the_writer_fails(tmp_path, end):
             (staging / "half").write_text("written")
             raise end
     assert names(tmp_path) == ["run"] and names(tmp_path / "run") == ["kept"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), OSError(errno.EDQUOT, "quota"), ValueError("No space left on device (28)")]
+)
+def test_publish_says_that_the_disk_is_full(tmp_path, error):
+    with pytest.raises(InputError, match=f"no space left while writing {tmp_path}/run"), publish(tmp_path / "run"):
+        raise error
+    assert names(tmp_path) == []
 
 
 def test_publish_puts_the_old_one_back_when_stopped_between_the_renames(tmp_path, monkeypatch):
@@ -101,9 +110,8 @@ def test_publish_on_a_disk_that_is_really_full(tmp_path):
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        with pytest.raises(OSError) as failed, publish(disk / "run") as staging:
+        with pytest.raises(InputError, match="no space left"), publish(disk / "run") as staging:
             (staging / "weights").write_bytes(b"x" * 1_000_000)
-        assert failed.value.errno == errno.ENOSPC
         assert names(disk) == []
         with pytest.raises(OSError) as failed:
             write_text(disk / "file", "x" * 1_000_000)

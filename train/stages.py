@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import is_current, read_manifest
-from bertship.config import CorpusConfig, EncoderConfig, FinetuneConfig, PretrainConfig, load_preset, parse
+from bertship.config import (
+    CorpusConfig,
+    EncoderConfig,
+    FinetuneConfig,
+    PretrainConfig,
+    load_preset,
+    parse,
+    read_encoder_config,
+)
 from bertship.errors import InputError
 from bertship.tasks import Task
 from train import corpus, finetune, pretrain
@@ -50,11 +58,17 @@ def find_init(init: str, runs: Path, preset: str, report: Report) -> tuple[Path,
     `init` is a directory with a BERT (or a run that holds one), `minilm`, or a name on the Hugging Face hub. Left
     empty it is the pre-training run of `preset` where one has been made, else `minilm`; which one is said.
     """
+    directory, name = _init_directory(init, runs, preset, report)
+    read_encoder_config(directory)  # no BERT: said before any data is read
+    return directory, name
+
+
+def _init_directory(init: str, runs: Path, preset: str, report: Report) -> tuple[Path, str]:
     if not init:
-        own = runs / "pretrain" / preset / "model"
-        if own.is_dir():
-            report(f"starting from the pre-training run {own.parent}")
-            return own, str(own)
+        own = _pretraining_of(preset, runs)
+        if own:
+            report(f"starting from the pre-training run {own}")
+            return own / "model", str(own)
         report(f"starting from {WARM_START}, the packaged warm start: there is no pre-training run of {preset}")
         init = WARM_START
     if init == WARM_START:
@@ -65,6 +79,17 @@ def find_init(init: str, runs: Path, preset: str, report: Report) -> tuple[Path,
     if path.exists() or init.startswith((".", "/", "~")) or init.count("/") > 1:
         raise InputError(f"no model directory at INIT {init!r}")
     return hub_model(init, report), init
+
+
+def _pretraining_of(preset: str, runs: Path) -> Path | None:
+    """The newest pre-training run whose model has the preset's sizes."""
+    sizes = load_preset(preset).get("model", {}).items()
+    made = []
+    for manifest in (runs / "pretrain").glob("*/manifest.json"):
+        facts = read_manifest(manifest.parent, "pretrain")
+        if sizes <= facts["config"]["model"].items():
+            made.append((facts["created"], manifest.parent))
+    return max(made)[1] if made else None
 
 
 def make_finetuning(

@@ -84,7 +84,7 @@ class Task:
     @property
     def buckets(self) -> tuple[int, ...]:
         """Row lengths, in tokens, that a TensorRT plan is built for: few and coarse, as only equal shapes batch."""
-        return (max(self.max_tokens // 4, 8), self.max_tokens)
+        return tuple(sorted({max(self.max_tokens // 4, 8), self.max_tokens}))
 
     @property
     def behaviour(self) -> "Kind":
