@@ -66,7 +66,7 @@ $(DEV_STAMP): $(RUN_STAMP)
 	@touch $@
 
 setup: $(RUN_STAMP) ## Set up .venv and the server's own .triton
-	@.venv/bin/python -m serving.environment
+	@.venv/bin/python -m serving.environment >/dev/null
 
 demo: setup ## The whole line on real text: train, export, serve, ask; minutes on two cores
 	@$(BERTSHIP) demo

@@ -5,18 +5,14 @@ Exit codes: 0 done, 1 a check failed or a server could not be asked, 2 wrong usa
 
 import contextlib
 import json
-import os
-import signal
 import sys
-import traceback
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from bertship.errors import BertshipError, InputError, ServerUnavailable
+from bertship.console import load, metric_lines, parity_lines, read_samples, report, run, show
+from bertship.errors import InputError, ServerUnavailable
 
 RUNS = Path("runs")
 REPOSITORY = Path("model_repository")
@@ -30,7 +26,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-_options: dict[str, bool] = {"json": False}
 
 TaskOption = Annotated[str, typer.Option("--task", "-t", help="A built-in task's name, or a .toml file with yours.")]
 RunsOption = Annotated[Path, typer.Option("--runs", help="The folder that holds the runs.")]
@@ -49,31 +44,6 @@ RepositoryOption = Annotated[Path, typer.Option("--repository", help="The Triton
 UrlOption = Annotated[str, typer.Option("--url", help="http://HOST:PORT or grpc://HOST:PORT.")]
 PrecisionOption = Annotated[str, typer.Option("--precision", help="auto, or of fp32, fp16, int8.")]
 TextOption = Annotated[list[str] | None, typer.Option(help="A text; give the option again for several.")]
-
-
-def load(where: str) -> Any:
-    """A stage's function by `module:name`: how the core runs stages that it must not import."""
-    module, _, name = where.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        missing = (error.name or module).partition(".")[0]
-        if missing in ("train", "export", "serving"):
-            raise InputError("this command runs from a checkout: clone the project and `pip install -e .`") from None
-        raise InputError(f"this command needs {missing}, which is not installed; run `make` in a checkout") from None
-
-
-def report(line: str) -> None:
-    """One line of progress on stderr."""
-    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def show(result: dict[str, Any], lines: list[str]) -> None:
-    """The command's result on stdout: for people, or as one JSON object."""
-    if _options["json"]:
-        sys.stdout.write(json.dumps(result, ensure_ascii=False, default=str) + "\n")
-    else:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def _version(wanted: bool) -> None:
@@ -107,10 +77,10 @@ def demo(
 
     Corpus, pre-training, fine-tuning, export, the real Triton server, questions over HTTP and gRPC.
     """
-    from bertship.demo import run_demo
+    from bertship.demo import run_demo, summary_lines
 
     result = run_demo(runs / "demo", force)
-    show(result, [])
+    show(result, summary_lines(result))
 
 
 @app.command()
@@ -127,7 +97,7 @@ def corpus(
     """
     out = runs / "corpus" / name
     manifest = load("train.stages:make_corpus")(sources or [], out, _settings(settings), report, force)
-    show(manifest, [str(out), *_metric_lines(manifest["metrics"])])
+    show(manifest, [str(out), *metric_lines(manifest["metrics"])])
 
 
 @app.command()
@@ -149,7 +119,7 @@ def pretrain(
         load("train.stages:make_corpus")([], source, {}, report)
     out = runs / "pretrain" / name
     manifest = load("train.stages:make_pretraining")(source, out, preset, _settings(settings), report, force)
-    show(manifest, [str(out), *_metric_lines(manifest["metrics"])])
+    show(manifest, [str(out), *metric_lines(manifest["metrics"])])
 
 
 @app.command()
@@ -165,7 +135,7 @@ def finetune(
 ) -> None:
     """A task on a warm start: runs/finetune/TASK/NAME."""
     out, manifest = _finetune(task, init, preset, data, runs, name, _settings(settings), force)
-    show(manifest, [str(out), *_metric_lines(manifest["metrics"])])
+    show(manifest, [str(out), *metric_lines(manifest["metrics"])])
 
 
 @app.command()
@@ -179,7 +149,7 @@ def evaluate(
     definition = _task(task)
     run = runs / "finetune" / definition.name / name
     metrics = load("train.stages:make_evaluation")(definition, run, data, report)
-    show({"task": definition.name, "run": str(run), "metrics": metrics}, _metric_lines(metrics))
+    show({"task": definition.name, "run": str(run), "metrics": metrics}, metric_lines(metrics))
 
 
 @app.command(name="export")
@@ -243,7 +213,7 @@ def serve(
     ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
     triton = load("serving.environment:prepare")(report)
     if detach:
-        state = load("serving.server:start_detached")(target, runs / "serve", models=ready, triton=triton, **ports)
+        state = load("serving.detached:start_detached")(target, runs / "serve", models=ready, triton=triton, **ports)
         show(state, [f"ready: {', '.join(_tasks(ready))} at {state['http_url']} and {state['grpc_url']} (gRPC)"])
         return
     with load("serving.server:TritonServer")(triton) as server:
@@ -261,7 +231,7 @@ def serve(
 @app.command()
 def stop(runs: RunsOption = RUNS) -> None:
     """Stop what `serve --detach` started."""
-    stopped = load("serving.server:stop_detached")(runs / "serve")
+    stopped = load("serving.detached:stop_detached")(runs / "serve")
     show({"stopped": stopped}, ["stopped" if stopped else "no server was running"])
 
 
@@ -333,7 +303,7 @@ def bench(
         )
     triton = load("serving.environment:prepare")(report)
     with contextlib.ExitStack() as stack:
-        state = load("serving.server:running")(runs / "serve")
+        state = load("serving.detached:running")(runs / "serve")
         if state is None:
             ready = load("serving.repository:ready_models")(target)
             server = stack.enter_context(load("serving.server:TritonServer")(triton))
@@ -358,12 +328,6 @@ def bench(
             report=report,
         )
     show(result, load("serving.bench:lines")(result))
-
-
-def read_samples(export: Path) -> list[dict[str, Any]]:
-    """An export's real texts with PyTorch's answers: {"columns": {...}, "answer": {...}} each."""
-    lines = (export / "samples.jsonl").read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
 
 
 def _task(name: str) -> Any:
@@ -430,74 +394,6 @@ def _tasks(models: list[str]) -> list[str]:
     return [name for name in models if f"{name}_encode" in models]
 
 
-def _metric_lines(metrics: dict[str, Any], indent: str = "  ") -> list[str]:
-    lines = []
-    for name, value in metrics.items():
-        if isinstance(value, dict):
-            lines += [f"{indent}{name}", *_metric_lines(value, indent + "  ")]
-        else:
-            lines.append(
-                f"{indent}{name:<20} {value:.4f}" if isinstance(value, float) else f"{indent}{name:<20} {value}"
-            )
-    return lines
-
-
-def parity_lines(manifest: dict[str, Any]) -> list[str]:
-    """The gate's comparisons as a table of plain text."""
-    lines = [f"  {'precision':<10} {'size':>9}  {'rows':<12} {'largest difference':>18} {'same decisions':>15}  metric"]
-    for result in manifest["metrics"]["parity"]:
-        size = manifest["files"][manifest["graphs"][result["precision"]]]["bytes"] / 1e6
-        change = result["artifact_metric"] - result["reference_metric"]
-        lines.append(
-            f"  {result['precision']:<10} {size:>6.1f} MB  {result['rows']:>5} {result['mode']:<6} "
-            f"{result['max_difference']:>18.1e} {result['agreement']:>15.2%}  "
-            f"{result['metric']} {result['artifact_metric']:.4f} ({change:+.4f})"
-        )
-    return lines
-
-
 def main() -> None:
-    """Run the command line; every error becomes one line, with a traceback only under --debug."""
-    # libgomp's threads spin while they wait: beside any other load that slows training many times over
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up as after Ctrl-C
-    debug, _options["json"] = "--debug" in sys.argv, "--json" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument not in ("--debug", "--json")]
-    try:
-        if app(arguments, prog_name="bertship", standalone_mode=False) == 130:  # how typer returns a Ctrl-C
-            raise KeyboardInterrupt
-        sys.stdout.flush()
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted; nothing is left half written", 130, debug)
-    except BertshipError as error:
-        _fail(str(error), error.exit_code, debug)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has left, as `head` does
-    except OSError as error:
-        place = f" ({error.filename})" if error.filename else ""
-        _fail(f"{error.strerror or error}{place}", 2, debug)
-    except Exception as error:
-        usage = getattr(error, "format_message", None)  # click's own: an unknown option, a missing value
-        if type(error).__name__ == "NoArgsIsHelpError":
-            sys.stdout.write(f"{usage()}\n" if usage else "")
-            return
-        if usage:
-            _fail(f"{usage().rstrip('.')}{_seen(error, arguments)}; `bertship --help` lists what there is", 2, debug)
-        _fail(f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1, debug)
-
-
-def _seen(error: Exception, arguments: list[str]) -> str:
-    """The value that an option was given, for an error that names the option alone."""
-    for name in getattr(getattr(error, "param", None), "opts", []):
-        if name in arguments[:-1]:
-            return f" (seen: {arguments[arguments.index(name) + 1]!r})"
-    return ""
-
-
-def _fail(message: str, code: int, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-    report(f"error: {' '.join(message.split())}")
-    sys.exit(code)
+    """The `bertship` command."""
+    run(app)

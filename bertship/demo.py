@@ -1,6 +1,7 @@
 """`make demo`: the whole line on real text, each stage as its own command runs it."""
 
 import contextlib
+import io
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bertship.cli import load, parity_lines, read_samples, report
 from bertship.client import Client
+from bertship.console import load, parity_lines, read_samples, report
 from bertship.errors import CheckFailed
 from bertship.tasks import get_task
 
@@ -41,7 +42,7 @@ def say(line: str) -> None:
 
 
 def run_demo(home: Path, force: bool = False) -> dict[str, Any]:
-    """Run every stage under `home`, reusing what is up to date; print and return the summary.
+    """Run every stage under `home`, reusing what is up to date; return the summary.
 
     Raises CheckFailed when a promise does not hold: the MLM loss fell, the accuracy, the gate, the server's answers.
     """
@@ -94,7 +95,7 @@ def run_demo(home: Path, force: bool = False) -> dict[str, Any]:
                 f"{protocol}: {check['agreement']:.1%} of {check['answers']} answers decide as PyTorch does, "
                 f"p50 {check['p50_ms']:.2f} ms, p99 {check['p99_ms']:.2f} ms"
             )
-    summary = {
+    return {
         "accuracy": accuracy,
         "mlm_loss": [before["mlm_loss"], after["mlm_loss"]],
         "nsp_accuracy": [before["nsp_accuracy"], after["nsp_accuracy"]],
@@ -105,8 +106,6 @@ def run_demo(home: Path, force: bool = False) -> dict[str, Any]:
         "seconds": {name: round(seconds, 1) for name, seconds in step.seconds.items()},
         "where": str(home),
     }
-    _print_summary(summary, home)
-    return summary
 
 
 def agreement_needed(exported: dict[str, Any]) -> float:
@@ -148,7 +147,9 @@ def ask_and_check(url: str, samples: Sequence[dict[str, Any]], least: float) -> 
     }
 
 
-def _print_summary(summary: dict[str, Any], home: Path) -> None:
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The summary for people."""
+    home = summary["where"]
     table = Table(title="bertship demo", title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -173,4 +174,7 @@ def _print_summary(summary: dict[str, Any], home: Path) -> None:
     table.add_row("files", f"{home}: corpus, pretrain, finetune, export, model_repository, triton.log")
     table.add_row("next", "make finetune export repository serve    # the same as your own run, served")
     table.add_row("", 'make ask TEXT="a joy to watch"; make stop')
-    Console(width=110).print(table)
+    console = Console(width=110, file=io.StringIO(), highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]

@@ -4,8 +4,7 @@
         ...ask server.http_url...
 
 `start` returns when every model answers, or raises with Triton's own reason and leaves nothing behind. The server ends
-with its owner, even a killed one (`supervisor.py`), unless `start_detached` made it: that one outlives the command and
-`stop_detached` finds it again.
+with its owner, even a killed one (`supervisor.py`), unless `serving/detached.py` lets it go.
 """
 
 import contextlib
@@ -21,17 +20,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from bertship import artifacts
 from bertship.errors import InputError, ServerUnavailable
 from serving import environment, supervisor, triton_log
 from serving.environment import TritonEnvironment
 
-STATE = "server.json"
 EXIT_TIMEOUT_S = 8  # how long the server itself waits for running requests before it ends
 _GRACE_S = 15.0  # what the supervisor gives it after its owner has gone
-_POLL_S = 0.05
+POLL_S = 0.05
 # An exception in a model is in the log well before. A crash never is: Triton waits for a word from the dead stub.
 _CRASH_S = 1.0
 # every Python model instance maps a region of this size at its start; it grows by what larger tensors need
@@ -40,8 +37,6 @@ _SHM_GROWTH_MIB = 1
 _STUB_TIMEOUT_S = 60
 # below the range that the kernel takes the client side of connections from, so a picked port stays free
 _FREE_PORTS = range(20_000, 32_000)
-
-_detached: dict[int, subprocess.Popen[str]] = {}  # by process id: kept to be waited for if this process stops them
 
 
 class TritonServer:
@@ -61,6 +56,12 @@ class TritonServer:
         self.models: list[str] = []
         self.repository = self.log_path = Path()
         self.shm_prefix = ""
+
+    @property
+    def supervisor_pid(self) -> int:
+        """The process that watches over the server while this object owns it."""
+        assert self._supervisor is not None
+        return self._supervisor.pid
 
     @property
     def http_url(self) -> str:
@@ -141,13 +142,12 @@ class TritonServer:
         if self._supervisor is not None:
             self._supervisor.wait()
 
-    def detach(self) -> int:
-        """Let the server outlive this process; returns the id of its supervisor, which SIGTERM stops."""
+    def detach(self) -> "subprocess.Popen[str]":
+        """Let the server outlive this process; returns its supervisor, which SIGTERM stops."""
         assert self._supervisor is not None
         self._supervisor.send_signal(signal.SIGUSR1)
-        pid = self._supervisor.pid
-        _detached[pid], self._supervisor = self._supervisor, None
-        return pid
+        process, self._supervisor = self._supervisor, None
+        return process
 
     def _launch(self, triton: TritonEnvironment, command: list[str]) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ class TritonServer:
             if time.monotonic() > deadline_s:
                 slow = ", ".join(f"{name} is {states.get(name) or 'not loaded'}" for name in waiting) or "no answer"
                 raise self._failed(f"not ready after {timeout_s:g} s: {slow}")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def _failed(self, reason: str) -> ServerUnavailable:
         return ServerUnavailable(f"Triton did not start: {reason}; its log is {self.log_path}")
@@ -231,73 +231,6 @@ class TritonServer:
         process.wait()
         supervisor.remove_shared_memory(self.shm_prefix)
         self.pid = 0
-
-
-def start_detached(
-    repository: Path, state_dir: Path, *, triton: TritonEnvironment | None = None, **options: Any
-) -> dict[str, Any]:
-    """Start a server that outlives this process and describe it in `state_dir`/server.json; returns that description.
-
-    `options` are those of `TritonServer.start`; the log is `state_dir`/triton.log unless `log_path` is given. Raises
-    as that does, and InputError where the server of `state_dir` is already running.
-    """
-    state_dir = Path(state_dir)
-    if known := running(state_dir):
-        raise InputError(f"a server of {state_dir} already runs on {known['http_url']}: `make stop` ends it")
-    options = {"log_path": state_dir / "triton.log"} | options
-    with TritonServer(triton) as server:
-        server.start(repository, **options)
-        assert server._supervisor is not None
-        state = {
-            "pid": server.pid,
-            "started": _start_time(server.pid),
-            "supervisor": server._supervisor.pid,
-            "supervisor_started": _start_time(server._supervisor.pid),
-            "host": server.host,
-            "http_port": server.http_port,
-            "grpc_port": server.grpc_port,
-            "metrics_port": server.metrics_port,
-            "http_url": server.http_url,
-            "grpc_url": server.grpc_url,
-            "metrics_url": server.metrics_url,
-            "repository": str(server.repository),
-            "models": server.models,
-            "shm_prefix": server.shm_prefix,
-            "log": str(server.log_path),
-        }
-        # written before the server is let go: killed in between, we leave a stale file rather than an unknown server
-        artifacts.write_text(state_dir / STATE, json.dumps(state, indent=2) + "\n")
-        server.detach()
-    return state
-
-
-def running(state_dir: Path) -> dict[str, Any] | None:
-    """What `start_detached` wrote in `state_dir`, where that very server still runs; else None."""
-    state = _state(Path(state_dir))
-    return state if state and _start_time(state["pid"]) == state["started"] else None
-
-
-def stop_detached(state_dir: Path, timeout_s: float = 10.0) -> bool:
-    """Stop the server of `state_dir` as `TritonServer.stop` does; returns whether one was running."""
-    state_dir = Path(state_dir)
-    state = _state(state_dir)
-    if not state:
-        return False
-    watched = _start_time(state["supervisor"]) == state["supervisor_started"]
-    alive = watched or _start_time(state["pid"]) == state["started"]
-    if alive:
-        # where the supervisor was killed, the kernel has told the server to end; telling it again does no harm
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(state["supervisor"] if watched else state["pid"], signal.SIGTERM)
-        deadline_s = time.monotonic() + timeout_s
-        while supervisor.session_members(state["supervisor"]) and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-        supervisor.kill_session(state["supervisor"])
-        if process := _detached.pop(state["supervisor"], None):
-            process.wait()
-    supervisor.remove_shared_memory(state["shm_prefix"])
-    (state_dir / STATE).unlink(missing_ok=True)
-    return alive
 
 
 def list_models(repository: Path) -> list[str]:
@@ -437,22 +370,3 @@ def _stubs(server: int) -> tuple[bool, set[str]]:
             if len(arguments) > 1:
                 alive.add(Path(os.fsdecode(arguments[1])).parent.parent.name)
     return dead, alive
-
-
-def _start_time(pid: int) -> str:
-    """What tells a process from a later one of the same id: boot and clock ticks since; empty where it has ended."""
-    facts = supervisor.process_facts(pid)
-    if not facts or facts[0] in "ZX":
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}:{facts[2]}"
-
-
-def _state(state_dir: Path) -> dict[str, Any] | None:
-    try:
-        state = json.loads((state_dir / STATE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {state_dir / STATE}: {error}; remove it") from None
-    return state if isinstance(state, dict) and state.get("pid") else None

@@ -14,7 +14,7 @@ import tritonclient.http
 from conftest import LEARNT, SETTINGS, Line
 
 from bertship.client import Client
-from bertship.errors import InvalidRequest, ServerUnavailable
+from bertship.errors import InvalidRequest, RequestTimeout, ServerUnavailable
 from bertship.pipeline import from_export
 from bertship.tasks import TASKS, get_task
 from serving.repository import render_files
@@ -130,6 +130,12 @@ def test_unequal_lists_and_unknown_tasks(line: Line) -> None:
         with pytest.raises(ServerUnavailable, match="nope is not served"):
             client.ask("nope", TEXT="x")
         assert client.tasks() == sorted(LEARNT)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_client_waits_no_longer_than_it_was_told(line: Line, which: int) -> None:
+    with Client(line.urls[which], timeout_s=0.001) as client, pytest.raises(RequestTimeout, match=r"within 0\.001 s"):
+        client.ask("squad", QUESTION="Where?", CONTEXT="It was warm. " * 5000)
 
 
 def test_a_text_in_every_form(line: Line) -> None:

@@ -19,7 +19,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 from bertship.errors import InputError, ServerUnavailable
-from serving import environment, server, supervisor, triton_log
+from serving import detached, environment, server, supervisor, triton_log
 from serving.server import TritonServer
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -385,32 +385,32 @@ def test_detached_server_outlives_its_command_and_is_found_and_stopped(triton, r
         start_detached(Path(sys.argv[1]), Path(sys.argv[2]), http_port=0, grpc_port=0, metrics_port=0)
     """
     state_dir = tmp_path / "state"
-    assert server.running(state_dir) is None and not server.stop_detached(state_dir)
+    assert detached.running(state_dir) is None and not detached.stop_detached(state_dir)
     with in_another_process(code, repository, state_dir) as command:
         assert command.wait(60) == 0, command.stderr.read()
     time.sleep(3 * supervisor._POLL_S)  # an attached one would by now have noticed that its owner is gone
-    state = server.running(state_dir)
+    state = detached.running(state_dir)
     assert state == json.loads((state_dir / "server.json").read_text())
     assert state["models"] == ["both", "echo", "length"] and state["repository"] == str(repository)
     assert ask_http(state["http_url"], "both", [b"four"], "LENGTH") == [4]
     with pytest.raises(InputError, match=f"already runs on {state['http_url']}: `make stop`"):
-        server.start_detached(repository, state_dir, **ANY_PORTS)
-    assert server.stop_detached(state_dir)
-    assert server.running(state_dir) is None and not (state_dir / "server.json").exists()
+        detached.start_detached(repository, state_dir, **ANY_PORTS)
+    assert detached.stop_detached(state_dir)
+    assert detached.running(state_dir) is None and not (state_dir / "server.json").exists()
     assert left_of(repository) == [] and regions(state["shm_prefix"]) == []
     assert all(can_listen(state[name]) for name in ("http_port", "grpc_port", "metrics_port"))
-    assert not server.stop_detached(state_dir)
+    assert not detached.stop_detached(state_dir)
 
 
 def test_a_stale_description_harms_nobody(triton, repository, tmp_path):
-    state = server.start_detached(repository, tmp_path, triton=triton, **ANY_PORTS)
+    state = detached.start_detached(repository, tmp_path, triton=triton, **ANY_PORTS)
     os.kill(state["pid"], signal.SIGKILL)
-    wait_until(lambda: server.running(tmp_path) is None and left_of(repository) == [])
+    wait_until(lambda: detached.running(tmp_path) is None and left_of(repository) == [])
     # the same process ids, now somebody else's
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
         (tmp_path / "server.json").write_text(json.dumps(state | {"pid": other.pid, "supervisor": other.pid}))
-        assert server.running(tmp_path) is None
-        assert not server.stop_detached(tmp_path)
+        assert detached.running(tmp_path) is None
+        assert not detached.stop_detached(tmp_path)
         assert other.poll() is None
         other.kill()
     assert not (tmp_path / "server.json").exists()
@@ -419,8 +419,8 @@ def test_a_stale_description_harms_nobody(triton, repository, tmp_path):
 def test_a_detached_start_that_fails_leaves_nothing(triton, one_model, tmp_path):
     repository = one_model("broken", BROKEN)
     with pytest.raises(ServerUnavailable, match="no vocabulary"):
-        server.start_detached(repository, tmp_path / "state", triton=triton, **ANY_PORTS)
-    assert left_of(repository) == [] and server.running(tmp_path / "state") is None
+        detached.start_detached(repository, tmp_path / "state", triton=triton, **ANY_PORTS)
+    assert left_of(repository) == [] and detached.running(tmp_path / "state") is None
 
 
 def test_log_reasons_are_one_line_without_the_traceback():

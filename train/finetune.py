@@ -27,6 +27,12 @@ from train.torch_runner import TorchRunner
 
 Targets = Sequence[Any]
 SORTED_BATCHES = 32  # batches among which rows are sorted by length: little padding, still well shuffled
+_CODE = (
+    "bertship/metrics.py",
+    "bertship/tasks/*.py",
+    "bertship/tokenization.py",
+    *(f"train/{name}.py" for name in ("checkpoint", "evaluate", "finetune", "heads", "model", "optim")),
+)
 SKIPPED_IN_A_ROW = 10  # non-finite updates after which a run stops
 
 
@@ -79,9 +85,7 @@ def fingerprint_of(
     root = Path(__file__).parents[1]
     weights = {path.name: sha256_file(path) for path in sorted(init.iterdir()) if path.is_file()}
     data = [[dict(e.columns), e.target] for examples in (train, dev) for e in examples]
-    code = code_digest(
-        root, ("bertship/tokenization.py", "bertship/tasks/*.py", "bertship/metrics.py", "train/[chfmot]*.py")
-    )
+    code = code_digest(root, _CODE)
     return sha256_json([task.to_json(), weights, config.model_dump(), data, code])
 
 

@@ -1,0 +1,122 @@
+"""How a command speaks: results on stdout, progress on stderr, every error one line; and how it finds its stage."""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bertship.errors import BertshipError, InputError
+
+_options: dict[str, bool] = {"json": False}
+
+
+def load(where: str) -> Any:
+    """A stage's function by `module:name`: how the core runs stages that it must not import."""
+    module, _, name = where.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or module).partition(".")[0]
+        if missing in ("train", "export", "serving"):
+            raise InputError("this command runs from a checkout: clone the project and `pip install -e .`") from None
+        raise InputError(f"this command needs {missing}, which is not installed; run `make` in a checkout") from None
+
+
+def report(line: str) -> None:
+    """One line of progress on stderr."""
+    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show(result: dict[str, Any], lines: list[str]) -> None:
+    """The command's result on stdout: for people, or as one JSON object."""
+    if _options["json"]:
+        sys.stdout.write(json.dumps(result, ensure_ascii=False, default=str) + "\n")
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def read_samples(export: Path) -> list[dict[str, Any]]:
+    """An export's real texts with PyTorch's answers: {"columns": {...}, "answer": {...}} each."""
+    lines = (export / "samples.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
+
+
+def metric_lines(metrics: dict[str, Any], indent: str = "  ") -> list[str]:
+    lines = []
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}", *metric_lines(value, indent + "  ")]
+        else:
+            lines.append(
+                f"{indent}{name:<20} {value:.4f}" if isinstance(value, float) else f"{indent}{name:<20} {value}"
+            )
+    return lines
+
+
+def parity_lines(manifest: dict[str, Any]) -> list[str]:
+    """The gate's comparisons as a table of plain text."""
+    lines = [f"  {'precision':<10} {'size':>9}  {'rows':<12} {'largest difference':>18} {'same decisions':>15}  metric"]
+    for result in manifest["metrics"]["parity"]:
+        size = manifest["files"][manifest["graphs"][result["precision"]]]["bytes"] / 1e6
+        change = result["artifact_metric"] - result["reference_metric"]
+        lines.append(
+            f"  {result['precision']:<10} {size:>6.1f} MB  {result['rows']:>5} {result['mode']:<6} "
+            f"{result['max_difference']:>18.1e} {result['agreement']:>15.2%}  "
+            f"{result['metric']} {result['artifact_metric']:.4f} ({change:+.4f})"
+        )
+    return lines
+
+
+def run(app: Callable[..., Any]) -> None:
+    """Run a typer application on `sys.argv`; every error becomes one line, with a traceback only under --debug.
+
+    Exits with 0 done, 1 a check failed or a server could not be asked, 2 wrong usage or input, 130 interrupted.
+    """
+    # libgomp's threads spin while they wait: beside any other load that slows training many times over
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up as after Ctrl-C
+    debug, _options["json"] = "--debug" in sys.argv, "--json" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--debug", "--json")]
+    try:
+        if app(arguments, prog_name="bertship", standalone_mode=False) == 130:  # how typer returns a Ctrl-C
+            raise KeyboardInterrupt
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing is left half written", 130, debug)
+    except BertshipError as error:
+        _fail(str(error), error.exit_code, debug)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has left, as `head` does
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename else ""
+        _fail(f"{error.strerror or error}{place}", 2, debug)
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # click's own: an unknown option, a missing value
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stdout.write(f"{usage()}\n" if usage else "")
+            return
+        if usage:
+            _fail(f"{usage().rstrip('.')}{_seen(error, arguments)}; `bertship --help` lists what there is", 2, debug)
+        _fail(f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1, debug)
+
+
+def _seen(error: Exception, arguments: list[str]) -> str:
+    """The value that an option was given, for an error that names the option alone."""
+    for name in getattr(getattr(error, "param", None), "opts", []):
+        if name in arguments[:-1]:
+            return f" (seen: {arguments[arguments.index(name) + 1]!r})"
+    return ""
+
+
+def _fail(message: str, code: int, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    report(f"error: {' '.join(message.split())}")
+    sys.exit(code)
