@@ -360,7 +360,7 @@ def _export(
     if bring and not run.is_dir():
         _finetune(task, init, preset, data, runs, name, {}, False)
     _need(run, f"bertship finetune --task {task}")
-    precisions = ("fp32", "fp16", "int8") if precision == "auto" else tuple(precision.split(","))
+    precisions = None if precision == "auto" else tuple(precision.split(","))
     out = runs / "export" / definition.name
     return out, load("export.stages:make_export")(run, out, precisions, data, report, force)
 

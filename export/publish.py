@@ -22,14 +22,15 @@ from train.torch_runner import TorchRunner
 SAMPLES = "samples.jsonl"  # real texts with PyTorch's answers: for checking and loading a server
 
 
-def fingerprint_of(run: Path, precisions: Sequence[str], examples: Sequence[Example]) -> str:
+def fingerprint_of(run: Path, precisions: Sequence[str], examples: Sequence[Example], lenient: bool = False) -> str:
     """Changes when anything that the artifacts or their gate depend on does."""
     root = Path(__file__).parents[1]
     core = ("metrics", "pipeline", "runners", "tasks/*", "tokenization")
     model = ("checkpoint", "evaluate", "heads", "model", "torch_runner")
     code = code_digest(root, [*(f"bertship/{n}.py" for n in core), *(f"train/{n}.py" for n in model), "export/*.py"])
     data = [[dict(e.columns), e.target] for e in examples]
-    return sha256_json([read_manifest(run, "finetune")["files"], sorted(precisions), data, best_for_cpu(), code])
+    files = read_manifest(run, "finetune")["files"]
+    return sha256_json([files, sorted(precisions), lenient, data, best_for_cpu(), code])
 
 
 def export_run(
@@ -38,58 +39,77 @@ def export_run(
     precisions: Sequence[str],
     examples: Sequence[Example],
     report: Callable[[str], None],
+    lenient: bool = False,
 ) -> dict[str, Any]:
     """Export the fine-tuning run at `run` to `out`; `examples` are the gate's texts. Returns the manifest.
 
-    Raises InputError for an unknown precision or a directory that is no run, CheckFailed when an artifact does not
-    pass the gate; then `out` is left as it was.
+    Every precision has to pass the gate; where `lenient`, one that does not is left out, with a warning and its reasons
+    in the manifest, as long as FP32 passes. Raises InputError for an unknown precision or a directory that is no run,
+    CheckFailed when the gate refuses; then `out` is left as it was.
     """
     unknown = [name for name in precisions if name not in PRECISIONS]
     if unknown or not precisions:
         raise InputError(f"unknown precision {', '.join(unknown) or 'none'}; precisions are {', '.join(PRECISIONS)}")
     task, tokenizer, model = load_finetuned(run)
-    fingerprint = fingerprint_of(run, precisions, examples)
-    reference = Reference(task, tokenizer, TorchRunner(model, tokenizer.pad_id), examples)
+    fingerprint = fingerprint_of(run, precisions, examples, lenient)
+    runner = TorchRunner(model, tokenizer.pad_id)
+    reference = Reference(task, tokenizer, runner, examples)
     with publish(out) as staging:
-        results = _make(model, reference, precisions, staging, report)
-        failed = [result for result in results if not result.passed]
-        if failed:
-            reasons = "; ".join(f"{r.precision} ({r.mode}): {failure}" for r in failed for failure in r.failures)
+        results, refused = _make(model, reference, precisions, staging, report)
+        if refused and not (lenient and "fp32" not in refused):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             raise CheckFailed(f"the parity gate refused {task.name}: {reasons}; nothing was published")
-        results = [result for result in results if result.precision in precisions]
-        (staging / "parity.json").write_text(json.dumps([r.as_dict() for r in results], indent=2) + "\n", "utf-8")
+        for name, reason in refused.items():
+            report(f"WARNING: the parity gate refused {name}, which is left out: {reason}")
+            (staging / PRECISIONS[name].file).unlink(missing_ok=True)
+        kept = [name for name in precisions if name not in refused]
+        parity = [result.as_dict() for result in results if result.precision in kept]
+        (staging / "parity.json").write_text(json.dumps(parity, indent=2) + "\n", "utf-8")
         (staging / "task.json").write_text(task.to_json(), encoding="utf-8")
         shutil.copy2(run / "model" / "tokenizer.json", staging / "tokenizer.json")
-        _write_samples(reference, TorchRunner(model, tokenizer.pad_id), staging / SAMPLES)
+        _write_samples(reference, runner, staging / SAMPLES)
         return write_manifest(
             staging,
             "export",
             fingerprint=fingerprint,
             config={"precisions": list(precisions), "opset": OPSET},
             inputs={"run": str(run), "parity_examples": len(reference.examples)},
-            metrics={"parity": [r.as_dict() for r in results]},
+            metrics={"parity": parity},
             task=task.name,
-            graphs={name: PRECISIONS[name].file for name in precisions},
-            # row by row, a quantized graph is right and fastest on a CPU; what was not asked for is not served
-            serve=best_for_cpu() if best_for_cpu() in precisions else precisions[0],
+            graphs={name: PRECISIONS[name].file for name in kept},
+            refused=refused,
+            # what was not asked for, or did not pass, is not served
+            serve=best_for_cpu() if best_for_cpu() in kept else kept[0],
         )
 
 
 def _make(
     model: HeadedModel, reference: Reference, precisions: Sequence[str], staging: Path, report: Callable[[str], None]
-) -> list[Parity]:
-    """Every precision's comparisons, FP32's among them even where it is not asked for: the others are made from it."""
+) -> tuple[list[Parity], dict[str, str]]:
+    """Every precision's comparisons, and the reasons against those that did not pass.
+
+    FP32 is judged even where it is not asked for: the others are made from it.
+    """
     source = staging / PRECISIONS["fp32"].file
     export_onnx(model, source)
-    results = []
+    results: list[Parity] = []
+    refused = {}
     for name in dict.fromkeys(("fp32", *precisions)):
         make = PRECISIONS[name].make
         path = staging / PRECISIONS[name].file
-        if make is not None:
-            make(source, path)
-        report(f"{name}: {path.stat().st_size / 1e6:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows")
-        results += judge(reference, name, path, model.config.max_position_embeddings)
-    return results
+        try:
+            if make is not None:
+                make(source, path)
+            report(f"{name}: {path.stat().st_size / 1e6:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows")
+            judged = judge(reference, name, path, model.config.max_position_embeddings)
+        except CheckFailed as error:
+            refused[name] = str(error)
+            continue
+        results += judged
+        reasons = [f"({result.mode}) {failure}" for result in judged for failure in result.failures]
+        if reasons:
+            refused[name] = "; ".join(reasons)
+    return results, refused
 
 
 def _write_samples(reference: Reference, runner: Runner, path: Path) -> None:

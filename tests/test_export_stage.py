@@ -1,5 +1,6 @@
 """export/publish.py and export/stages.py: whole or not at all, and what is up to date is not made again."""
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -134,3 +135,23 @@ def test_what_is_up_to_date_is_not_made_again(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(publish, "best_for_cpu", lambda: "fp16")  # a processor for which another one is best
     moved = stages.make_export(quick, out, ["fp32", "fp16"], None, lines.append)
     assert (again["serve"], moved["serve"]) == ("fp32", "fp16")
+
+
+def test_auto_keeps_what_passes_and_says_what_does_not(quick, tmp_path, monkeypatch):
+    def spoilt(source: Path, target: Path) -> None:
+        raise CheckFailed("spoilt on purpose")
+
+    monkeypatch.setitem(publish.PRECISIONS, "int8", dataclasses.replace(publish.PRECISIONS["int8"], make=spoilt))
+    said: list[str] = []
+    examples, out = make_examples("sentence"), tmp_path / "export"
+    with pytest.raises(CheckFailed, match="int8: spoilt on purpose; nothing was published"):
+        publish.export_run(quick, out, ["fp32", "int8"], examples, said.append)
+    assert not out.exists()
+    manifest = publish.export_run(quick, out, ["fp32", "fp16", "int8"], examples, said.append, lenient=True)
+    assert list(manifest["graphs"]) == ["fp32", "fp16"] and manifest["serve"] == "fp32"
+    assert manifest["refused"] == {"int8": "spoilt on purpose"}
+    assert any("WARNING" in line and "int8" in line for line in said)
+    assert not (out / "model.int8.onnx").exists()
+    monkeypatch.setitem(publish.PRECISIONS, "fp16", dataclasses.replace(publish.PRECISIONS["fp16"], max_difference=0))
+    manifest = publish.export_run(quick, out, ["fp32", "fp16"], examples, said.append, lenient=True)
+    assert list(manifest["graphs"]) == ["fp32"] and not (out / "model.fp16.onnx").exists()
