@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from bertship.tasks import TASKS
 from serving import environment
 from serving.repository import ready_models
 from serving.server import TritonServer
+
+# run in the background of a script, tests would ignore Ctrl-C, and so would every process that they start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PLACES = ("garden", "kitchen", "river", "market", "castle", "forest")
 NAMES = ("Anna", "Bruno", "Clara", "Dario", "Elena", "Felix")

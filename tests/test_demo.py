@@ -27,7 +27,11 @@ def leftovers(home: Path) -> list[Path]:
 def test_interrupted_it_leaves_nothing_half_written(tmp_path: Path, step: str, stop: signal.Signals) -> None:
     """Ctrl-C reaches the whole process group, as from a terminal."""
     process = subprocess.Popen(
-        [*COMMAND, "--runs", tmp_path], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*COMMAND, "--runs", tmp_path],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stderr is not None
     said = []
