@@ -57,10 +57,10 @@ def export_run(
     with publish(out) as staging:
         results, refused = _make(model, reference, precisions, staging, report)
         if refused and not (lenient and "fp32" not in refused):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+            reasons = "; ".join(refused.values())
             raise CheckFailed(f"the parity gate refused {task.name}: {reasons}; nothing was published")
         for name, reason in refused.items():
-            report(f"WARNING: the parity gate refused {name}, which is left out: {reason}")
+            report(f"WARNING: {name} is left out, the parity gate refused it: {reason}")
             (staging / PRECISIONS[name].file).unlink(missing_ok=True)
         kept = [name for name in precisions if name not in refused]
         parity = [result.as_dict() for result in results if result.precision in kept]
@@ -103,10 +103,10 @@ def _make(
             report(f"{name}: {path.stat().st_size / 1e6:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows")
             judged = judge(reference, name, path, model.config.max_position_embeddings)
         except CheckFailed as error:
-            refused[name] = str(error)
+            refused[name] = f"{name}: {error}"
             continue
         results += judged
-        reasons = [f"({result.mode}) {failure}" for result in judged for failure in result.failures]
+        reasons = [f"{name} ({result.mode}): {failure}" for result in judged for failure in result.failures]
         if reasons:
             refused[name] = "; ".join(reasons)
     return results, refused

@@ -149,7 +149,7 @@ def test_auto_keeps_what_passes_and_says_what_does_not(quick, tmp_path, monkeypa
     assert not out.exists()
     manifest = publish.export_run(quick, out, ["fp32", "fp16", "int8"], examples, said.append, lenient=True)
     assert list(manifest["graphs"]) == ["fp32", "fp16"] and manifest["serve"] == "fp32"
-    assert manifest["refused"] == {"int8": "spoilt on purpose"}
+    assert manifest["refused"] == {"int8": "int8: spoilt on purpose"}
     assert any("WARNING" in line and "int8" in line for line in said)
     assert not (out / "model.int8.onnx").exists()
     monkeypatch.setitem(publish.PRECISIONS, "fp16", dataclasses.replace(publish.PRECISIONS["fp16"], max_difference=0))

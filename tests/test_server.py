@@ -381,7 +381,7 @@ def test_detached_server_outlives_its_command_and_is_found_and_stopped(triton, r
     code = """
         import sys
         from pathlib import Path
-        from serving.server import start_detached
+        from serving.detached import start_detached
         start_detached(Path(sys.argv[1]), Path(sys.argv[2]), http_port=0, grpc_port=0, metrics_port=0)
     """
     state_dir = tmp_path / "state"
