@@ -59,8 +59,11 @@ def run_demo(home: Path, force: bool = False) -> dict[str, Any]:
         make_pretraining = load("train.stages:make_pretraining")
         pretrained = make_pretraining(home / "corpus", home / "pretrain", PRESET, {}, say, force)
         before, after = pretrained["metrics"]["before"], pretrained["metrics"]["after"]
-        for when, values in (("before", before), ("after", after)):
-            say(f"held out {when}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
+        say(
+            f"held-out MLM loss {before['mlm_loss']:.3f} -> {after['mlm_loss']:.3f}, "
+            f"NSP loss {before['nsp_loss']:.3f} -> {after['nsp_loss']:.3f}, "
+            f"NSP accuracy {before['nsp_accuracy']:.1%} -> {after['nsp_accuracy']:.1%} (pairs take longer to learn)"
+        )
         if not after["mlm_loss"] < before["mlm_loss"]:
             raise CheckFailed(f"the held-out MLM loss did not fall: {before['mlm_loss']:.3f}, {after['mlm_loss']:.3f}")
     with step(f"fine-tuning: {task.description}, from the warm start"):
@@ -160,20 +163,18 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     table.add_row("accuracy", f"{summary['accuracy']:.1%} on films that training never saw")
     sizes = ", ".join(f"{name.upper()} {size / 1e6:.1f} MB" for name, size in summary["bytes"].items())
     table.add_row("sizes", sizes)
-    worst = {
-        r["precision"]: min(p["agreement"] for p in summary["parity"] if p["precision"] == r["precision"])
-        for r in summary["parity"]
-    }
-    table.add_row(
-        "parity", ", ".join(f"{name.upper()} {share:.1%} same decisions as PyTorch" for name, share in worst.items())
-    )
+    parity: dict[str, float] = {}
+    for result in summary["parity"]:
+        parity[result["precision"]] = min(result["agreement"], parity.get(result["precision"], 1.0))
+    shares = ", ".join(f"{name.upper()} {share:.1%}" for name, share in parity.items())
+    table.add_row("parity", f"decisions equal to PyTorch's: {shares}")
     for protocol, check in summary["latency"].items():
         times = f"p50 {check['p50_ms']:.1f} ms, p99 {check['p99_ms']:.1f} ms"
         table.add_row(f"latency {protocol}", f"{times}, one text a request, {summary['served'].upper()}")
     table.add_row("time", f"{sum(summary['seconds'].values()):.0f} s in {len(summary['seconds'])} steps")
     table.add_row("files", f"{home}: corpus, pretrain, finetune, export, model_repository, triton.log")
-    table.add_row("next", "make finetune export repository serve    # the same as your own run, served")
-    table.add_row("", 'make ask TEXT="a joy to watch"; make stop')
+    table.add_row("next", "make finetune export repository serve    # the same line for a TASK of yours, left running")
+    table.add_row("", 'make ask TEXT="a joy to watch"           # ask it; then make bench, make stop')
     console = Console(width=110, file=io.StringIO(), highlight=False)
     with console.capture() as captured:
         console.print(table)
