@@ -28,9 +28,13 @@ DEV_STAMP := .venv/.dev-installed
 PINS := requirements/constraints.txt
 PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
 
-option = $(if $($(1)),--$(2) '$($(1))')
+# one word of the shell, whatever is in it
+quoted = '$(subst ','\'',$(1))'
+option = $(if $($(1)),--$(2) $(call quoted,$($(1))))
 SEEDED := $(if $(SEED),--set seed=$(SEED))
+PORTS := --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 # taken as typed: no character of a text means anything to Make or to the shell
+unexport TEXT TEXT_PAIR QUESTION CONTEXT
 export ASK_TEXT := $(value TEXT)
 export ASK_TEXT_PAIR := $(value TEXT_PAIR)
 export ASK_QUESTION := $(value QUESTION)
@@ -45,24 +49,26 @@ help: ## This list
 	@echo; echo "  variables: TASK=$(TASK) PRESET=$(PRESET) PRECISION=$(PRECISION) INIT= DATA= SEED= NAME=$(NAME) REPOSITORY=$(REPOSITORY)"
 	@echo "  for ask: TEXT= TEXT_PAIR= QUESTION= CONTEXT=      for set-up: PYTHON= TRITON_PYTHON= TORCH_INDEX_URL="
 
-.venv/bin/python:
+# a stamp, as a venv that was interrupted half-way has its interpreter already
+.venv/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "error: $(PYTHON) is missing or older than Python 3.11; name one with PYTHON=" >&2; exit 2; }
-	@$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv --clear .venv
+	@touch $@
 
-$(RUN_STAMP): $(PINS) pyproject.toml | .venv/bin/python
+$(RUN_STAMP): $(PINS) pyproject.toml | .venv/.made
 	@echo "setting up .venv (log: .venv/setup.log)" >&2
 	@if ! command -v nvidia-smi >/dev/null && [ -z "$(TORCH_INDEX_URL)" ]; then \
 	  echo "no NVIDIA GPU found: TORCH_INDEX_URL= can name PyTorch's index of CPU wheels, a smaller download" >&2; fi
 	@{ $(PIP) install -c $(PINS) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch && \
 	   $(PIP) install -c $(PINS) hatchling editables && \
 	   $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve]'; } >.venv/setup.log 2>&1 || \
-	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
+	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2 || true; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)
 	@{ $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve,dev,rtx]'; } >.venv/setup.log 2>&1 || \
-	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
+	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2 || true; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
 	@touch $@
 
 setup: $(RUN_STAMP) ## Set up .venv and the server's own .triton
@@ -78,36 +84,35 @@ lint: $(DEV_STAMP) ## ruff, mypy, and imports that go one way
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check --quiet . && .venv/bin/mypy && .venv/bin/lint-imports
 
 corpus: $(RUN_STAMP) ## Documents (DATA=file) to tokens and a vocabulary
-	@$(BERTSHIP) corpus $(if $(DATA),'$(DATA)') --name '$(NAME)' $(SEEDED)
+	@$(BERTSHIP) corpus $(if $(DATA),$(call quoted,$(DATA))) --name $(call quoted,$(NAME)) $(SEEDED)
 
 pretrain: $(RUN_STAMP) ## A PRESET from scratch: masked LM + next sentence
-	@$(BERTSHIP) pretrain --preset '$(PRESET)' --name '$(NAME)' $(SEEDED) --bring
+	@$(BERTSHIP) pretrain --preset $(call quoted,$(PRESET)) --name $(call quoted,$(NAME)) $(SEEDED) --bring
 
 finetune: $(RUN_STAMP) ## TASK on a warm start (INIT), with DATA
-	@$(BERTSHIP) finetune --task '$(TASK)' --name '$(NAME)' --preset '$(PRESET)' $(call option,INIT,init) $(call option,DATA,data) $(SEEDED)
+	@$(BERTSHIP) finetune --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) $(SEEDED)
 
 evaluate: $(RUN_STAMP) ## Metrics of a fine-tuned TASK
-	@$(BERTSHIP) evaluate --task '$(TASK)' --name '$(NAME)' $(call option,DATA,data)
+	@$(BERTSHIP) evaluate --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) $(call option,DATA,data)
 
 export: $(RUN_STAMP) ## TASK to ONNX, through the parity gate
-	@$(BERTSHIP) export --task '$(TASK)' --name '$(NAME)' --precision '$(PRECISION)' --preset '$(PRESET)' $(call option,INIT,init) $(call option,DATA,data) --bring
+	@$(BERTSHIP) export --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --precision $(call quoted,$(PRECISION)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) --bring
 
 repository: $(RUN_STAMP) ## TASK into the Triton model repository
-	@$(BERTSHIP) repository --task '$(TASK)' --name '$(NAME)' --precision '$(PRECISION)' --preset '$(PRESET)' $(call option,INIT,init) $(call option,DATA,data) --repository '$(REPOSITORY)' --bring
+	@$(BERTSHIP) repository --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --precision $(call quoted,$(PRECISION)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) --repository $(call quoted,$(REPOSITORY)) --bring
 
 serve: setup ## Start Triton on all that has been exported
 	@ls $(REPOSITORY)/*_encode/1/model.onnx >/dev/null 2>&1 || $(MAKE) repository
-	@$(BERTSHIP) serve --repository '$(REPOSITORY)' --detach
+	@$(BERTSHIP) serve --repository $(call quoted,$(REPOSITORY)) $(PORTS) --detach
 
 stop: $(RUN_STAMP) ## Stop it
 	@$(BERTSHIP) stop
 
 ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
-	@$(BERTSHIP) ask --task '$(TASK)' --url http://127.0.0.1:$(HTTP_PORT) $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
+	@$(BERTSHIP) ask --task $(call quoted,$(TASK)) --url http://127.0.0.1:$(HTTP_PORT) $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
 
 bench: setup ## Load TASK with perf_analyzer on real texts
-	@test -f $(REPOSITORY)/$(TASK)_encode/1/model.onnx || $(MAKE) repository
-	@$(BERTSHIP) bench --task '$(TASK)' --repository '$(REPOSITORY)'
+	@$(BERTSHIP) bench --task $(call quoted,$(TASK)) --repository $(call quoted,$(REPOSITORY)) --bring
 
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi

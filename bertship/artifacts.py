@@ -39,8 +39,9 @@ def publish(target: Path) -> Iterator[Path]:
         raise InputError(f"cannot write {target}: it is a file, not a directory; move it away")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"cannot write {target}: {error.filename} is a file, not a directory") from None
+    except (FileExistsError, NotADirectoryError):
+        blocking = next((parent for parent in target.parents if parent.exists()), target)
+        raise InputError(f"cannot write {target}: {blocking} is a file, not a directory") from None
     _remove_leftovers(target)
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
     replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
@@ -166,6 +167,16 @@ def read_manifest(directory: Path, stage: str | None = None) -> dict[str, Any]:
     if stage and manifest.get("stage") != stage:
         raise InputError(f"{directory} was written by stage {manifest.get('stage')!r}; a {stage!r} directory is needed")
     return manifest
+
+
+def check_files(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse files that are missing, or differ from what the manifest says. Raises InputError with the file."""
+    for name in names:
+        path, facts = Path(directory) / name, manifest["files"].get(name)
+        if facts is None or not path.is_file():
+            raise InputError(f"{path} is missing; make {directory} again")
+        if path.stat().st_size != facts["bytes"] or sha256_file(path) != facts["sha256"]:
+            raise InputError(f"{path} has changed since it was made; make {directory} again")
 
 
 def is_current(directory: Path, fingerprint: str) -> bool:

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a check failed or a server could not be asked, 2 wrong usa
 
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,9 +28,20 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def _plain_name(name: str) -> str:
+    """A run's name is a folder's name: anything else could lead out of the runs, or name the folder of all of them."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise InputError(f"run name {name!r}: letters, digits, '.', '_' and '-' are needed, a letter or digit first")
+    return name
+
+
 TaskOption = Annotated[str, typer.Option("--task", "-t", help="A built-in task's name, or a .toml file with yours.")]
 RunsOption = Annotated[Path, typer.Option("--runs", help="The folder that holds the runs.")]
-NameOption = Annotated[str, typer.Option("--name", help="The run's name: several runs can stand side by side.")]
+NameOption = Annotated[
+    str,
+    typer.Option("--name", help="The run's name: several runs can stand side by side.", callback=_plain_name),
+]
 DataOption = Annotated[str | None, typer.Option("--data", help="A folder with the task's official files.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the configuration.")
@@ -103,7 +115,9 @@ def corpus(
 @app.command()
 def pretrain(
     preset: PresetOption = "tiny",
-    corpus_name: Annotated[str, typer.Option("--corpus", help="The corpus run's name.")] = "default",
+    corpus_name: Annotated[
+        str, typer.Option("--corpus", help="The corpus run's name.", callback=_plain_name)
+    ] = "default",
     runs: RunsOption = RUNS,
     name: NameOption = "default",
     settings: SetOption = None,
@@ -253,7 +267,7 @@ def ask(
 
     columns = _columns(text, text_pair, question, context)
     with Client(url, timeout_s) as client:
-        answers = client.ask(_task(task).name, None, **columns)
+        answers = client.ask(_task(task).name if task.endswith(".toml") else task, None, **columns)
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
 
 
@@ -286,6 +300,7 @@ def bench(
     seconds: Annotated[float, typer.Option(min=1, help="Length of each measurement.")] = 5.0,
     target: RepositoryOption = REPOSITORY,
     runs: RunsOption = RUNS,
+    bring: BringOption = False,
 ) -> None:
     """Load a served task with perf_analyzer.
 
@@ -294,6 +309,8 @@ def bench(
     """
     definition = _task(task)
     export = runs / "export" / definition.name
+    if bring and not (target / f"{definition.name}_encode" / "1" / "model.onnx").is_file():
+        repository(task, "auto", "", "tiny", None, runs, "default", target, True)
     _need(export, f"bertship export --task {task}")
     counts = [int(part) for part in concurrency.split(",") if part.strip().isdigit() and int(part)]
     protocols = [part.strip() for part in protocol.split(",")]
@@ -355,14 +372,23 @@ def _export(
     force: bool,
     bring: bool,
 ) -> tuple[Path, dict[str, Any]]:
+    precisions = None if precision == "auto" else _precisions(precision)
     definition = _task(task)
     run = runs / "finetune" / definition.name / name
     if bring and not run.is_dir():
         _finetune(task, init, preset, data, runs, name, {}, False)
     _need(run, f"bertship finetune --task {task}")
-    precisions = None if precision == "auto" else tuple(precision.split(","))
     out = runs / "export" / definition.name
     return out, load("export.stages:make_export")(run, out, precisions, data, report, force)
+
+
+def _precisions(names: str) -> tuple[str, ...]:
+    """Names parted by commas; a typo is said before anything is trained."""
+    known = tuple(load("export.precision:PRECISIONS"))
+    found = tuple(name.strip() for name in names.split(","))
+    if unknown := [name for name in found if name not in known]:
+        raise InputError(f"unknown precision {unknown[0]!r}; precisions are auto, {', '.join(known)}")
+    return found
 
 
 def _need(directory: Path, command: str) -> None:

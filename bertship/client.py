@@ -1,5 +1,6 @@
 """Ask a served task: a thin, typed layer over tritonclient, HTTP or gRPC by the address."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,7 +98,7 @@ class Client:
 
         message = " ".join(str(error).split())
         if isinstance(error, InferenceServerException):
-            message = error.message() or message
+            message = re.sub(r"^in ensemble '[^']*', ", "", error.message() or message)
             status = str(error.status())
             if "DEADLINE_EXCEEDED" in status:
                 return RequestTimeout(f"{task}: no answer from {self.url} within {self.timeout_s:g} s")

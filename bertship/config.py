@@ -125,7 +125,7 @@ def load_preset(name_or_path: str) -> dict[str, dict[str, Any]]:
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file as tables. Raises InputError with the line of a syntax error."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

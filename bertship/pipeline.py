@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bertship.artifacts import read_manifest
+from bertship.artifacts import check_files, read_manifest
 from bertship.errors import InputError
 from bertship.tasks.base import Answers, Columns, Encoded, Logits, Task, read_options, row_table
 from bertship.tokenization import Row, Tokenizer
 
 JSON_OUTPUTS = ("CANDIDATES", "ENTITIES")  # text that holds JSON
+FIRST = ("LABEL", "ANSWER", "ENTITIES", "SCORE")  # what a reader of an answer looks for, before the rest
 BATCH_ROWS = 256  # rows tokenized, run and decoded together; bounds the memory of a whole dev set
 
 
@@ -61,7 +62,8 @@ def as_records(answers: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
         return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
     count = len(next(iter(answers.values())))
-    return [{name: plain(name, values[i]) for name, values in answers.items()} for i in range(count)]
+    ordered = sorted(answers, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+    return [{name: plain(name, answers[name][i]) for name in ordered} for i in range(count)]
 
 
 def from_export(export: Path, precision: str | None = None, threads: int | None = None) -> Pipeline:
@@ -69,7 +71,9 @@ def from_export(export: Path, precision: str | None = None, threads: int | None 
     from bertship.runners import OnnxRunner
 
     manifest = read_manifest(export, "export")
-    runner = OnnxRunner(export / graph_of(manifest, precision), threads)
+    graph = graph_of(manifest, precision)
+    check_files(export, manifest, ("task.json", "tokenizer.json", graph))
+    runner = OnnxRunner(export / graph, threads)
     return Pipeline(Task.from_file(export / "task.json"), Tokenizer.from_file(export / "tokenizer.json"), runner)
 
 

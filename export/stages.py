@@ -16,13 +16,14 @@ Report = Callable[[str], None]
 def make_export(
     run: Path, out: Path, precisions: Sequence[str] | None, data: str | None, report: Report, force: bool = False
 ) -> dict[str, Any]:
-    """Export the fine-tuning run at `run` to `out` through the parity gate; its texts are the task's dev split.
+    """Export the fine-tuning run at `run` to `out` through the parity gate.
 
+    The gate's texts are the task's dev split, of the data that the run was trained on if no `data` is given.
     `precisions` None makes every precision and keeps those that pass; named ones all have to pass.
     """
     lenient = precisions is None
     precisions = tuple(PRECISIONS) if precisions is None else precisions
-    read_manifest(run, "finetune")
+    data = data or read_manifest(run, "finetune")["inputs"].get("data")
     task = Task.from_file(run / "task.json")
     examples = load_examples(task, data, "dev", report)
     if not force and is_current(out, fingerprint_of(run, precisions, examples, lenient)):

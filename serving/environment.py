@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bertship import artifacts
 from bertship.errors import BertshipError, InputError
@@ -180,16 +181,23 @@ def prepare(report: Callable[[str], None] | None = None) -> TritonEnvironment:
             libdir=interpreter.libdir or "",
         )
         packages = artifacts.sha256_json([artifacts.sha256_file(REQUIREMENTS), *interpreter.identity])
-        with _step(root, "packages", packages, made.python.exists() and made.site_packages.is_dir(), say) as needed:
+        modules = [made.site_packages / name / "__init__.py" for name in ("numpy", "onnxruntime", "tokenizers")]
+        server = made.site_packages / "pytriton" / "tritonserver" / "bin" / "tritonserver"
+        with _step(root, "packages", packages, [made.python, server, *modules], say) as needed:
             if needed:
                 _install_packages(made, interpreter.executable, lock_fd)
         layout = artifacts.sha256_json([packages, artifacts.sha256_file(Path(__file__))])
-        with _step(root, "runtime", layout, made.tritonserver.exists() and made.perf_analyzer.exists(), say) as needed:
+        backend = made.runtime / "backends" / "python"
+        parts = [backend / "triton_python_backend_stub", backend / "libtriton_python.so"]
+        with _step(root, "runtime", layout, [made.tritonserver, made.perf_analyzer, *parts], say) as needed:
             if needed:
                 _lay_out_runtime(made)
         sources = sorted(path.relative_to(PROJECT).as_posix() for path in _package_files())
         code = artifacts.sha256_json([packages, artifacts.code_digest(PROJECT, sources)])
-        with _step(root, "bertship", code, (made.site_packages / "bertship").is_dir(), say) as needed:
+        installed = [
+            made.site_packages / "bertship" / path.relative_to(PROJECT / "bertship") for path in _package_files()
+        ]
+        with _step(root, "bertship", code, installed, say) as needed:
             if needed:
                 _install_bertship(made)
     return made
@@ -259,18 +267,27 @@ def _locked(root: Path, say: Callable[[str], None]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _step(root: Path, name: str, fingerprint: str, present: bool, say: Callable[[str], None]) -> Iterator[bool]:
-    """Yield whether the step is to be done; when the block ends well, say so and write down its fingerprint."""
-    if present and _stamps(root).get(name) == fingerprint:
+def _step(root: Path, name: str, fingerprint: str, files: Sequence[Path], say: Callable[[str], None]) -> Iterator[bool]:
+    """Yield whether the step is to be done; when the block ends well, say so and write down what shows that it holds.
+
+    `files` stand for all that the step makes: where one is gone or has another size, the step is done again.
+    """
+    if _stamps(root).get(name) == [fingerprint, _sizes(files)]:
         yield False
         return
     started_s = time.monotonic()
     yield True
-    artifacts.write_text(root / _STAMPS, json.dumps(_stamps(root) | {name: fingerprint}, indent=2) + "\n")
+    stamps = _stamps(root) | {name: [fingerprint, _sizes(files)]}
+    artifacts.write_text(root / _STAMPS, json.dumps(stamps, indent=2) + "\n")
     say(f"{root.name}: {name} ready in {time.monotonic() - started_s:.1f} s")
 
 
-def _stamps(root: Path) -> dict[str, str]:
+def _sizes(files: Sequence[Path]) -> list[int]:
+    """Bytes of each file, -1 for a missing one."""
+    return [file.stat().st_size if file.is_file() else -1 for file in files]
+
+
+def _stamps(root: Path) -> dict[str, Any]:
     try:
         stamps = json.loads((root / _STAMPS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

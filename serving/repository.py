@@ -6,7 +6,6 @@ TensorRT plan. The configurations and the adapters depend on the task alone, so 
 weights and tokenizers come from the export.
 """
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from bertship.artifacts import publish, read_manifest, write_text
+from bertship.artifacts import check_files, publish, read_manifest, write_text
 from bertship.errors import InputError
 from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
@@ -50,17 +49,16 @@ def render(export: Path, repository: Path, precision: str | None = None) -> list
     `precision` is one of those exported; None takes what the export found best for this machine. Raises InputError.
     """
     manifest = read_manifest(export, "export")
-    task = Task.from_file(export / "task.json")
     graph = graph_of(manifest, precision)
+    check_files(export, manifest, ("task.json", "tokenizer.json", graph))
+    task = Task.from_file(export / "task.json")
     weights = {
         f"{task.name}_tokenize/{VERSION}/tokenizer.json": export / "tokenizer.json",
         f"{task.name}_encode/{VERSION}/model.onnx": export / graph,
         **{f"{task.name}_{step}/{VERSION}/task.json": export / "task.json" for step in STEPS},
     }
-    missing = [str(path) for path in weights.values() if not path.is_file()]
-    if missing:
-        raise InputError(f"{export} is not complete: {missing[0]} is missing; export again")
-    files = render_files(task)
+    # a built-in task whose labels come from the data is rendered as it is committed, for any number of them
+    files = render_files(TASKS.get(task.name, task))
     folders = []
     for model in (f"{task.name}_encode", f"{task.name}_tokenize", f"{task.name}_decode", task.name):
         with publish(repository / model) as staging:
@@ -71,7 +69,7 @@ def render(export: Path, repository: Path, precision: str | None = None) -> list
                     path.write_text(text, encoding="utf-8")
             for name, source in weights.items():
                 if name.startswith(f"{model}/"):
-                    _place(source, staging / name.removeprefix(f"{model}/"))
+                    shutil.copyfile(source, staging / name.removeprefix(f"{model}/"))
         folders.append(repository / model)
     return folders
 
@@ -94,14 +92,6 @@ def render_configurations(repository: Path) -> None:
     for task in TASKS.values():
         for name, text in render_files(task).items():
             write_text(repository / name, text)
-
-
-def _place(source: Path, target: Path) -> None:
-    """The same file under another name where the file system allows it, else a copy: weights are large."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def _plan_parameters(task: Task) -> dict[str, str]:

@@ -308,7 +308,7 @@ def _checked_ports(host: str, asked: tuple[int, int, int]) -> list[int]:
         if port and (problem := _bind_problem(host, port)):
             raise InputError(
                 f"{name}_PORT={port} on {host}: {problem}{_holder(port)}; `make stop` ends an earlier server of ours, "
-                f"{name}_PORT=N takes another port"
+                f"{name}_PORT=N (--{name.lower()}-port N) takes another port"
             )
         candidates = [port] if port else random.sample(_FREE_PORTS, 100)
         free = (n for n in candidates if port or (n not in (*chosen, *asked) and not _bind_problem(host, n)))

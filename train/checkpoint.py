@@ -242,6 +242,8 @@ def _check_tensor(tensor: Tensor, target: Tensor, name: str, model_dir: Path) ->
         )
     if not tensor.is_floating_point():
         raise InputError(f"{model_dir}: {name} is {tensor.dtype}; quantized weights are not read, take the originals")
+    if not torch.isfinite(tensor).all():
+        raise InputError(f"{model_dir}: {name} has values that are not finite; take another checkpoint")
 
 
 def _refuse_halves(loaded: Sequence[str], fresh: Sequence[str], model_dir: Path) -> None:

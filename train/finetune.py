@@ -18,7 +18,7 @@ from bertship.errors import CheckFailed, InputError
 from bertship.tasks import Example, Task
 from bertship.tasks.ner import IGNORED
 from bertship.tokenization import Row, Tokenizer, pad
-from train.checkpoint import load_model, save_model
+from train.checkpoint import check_vocabulary, load_model, save_model
 from train.evaluate import columns_of, evaluate
 from train.heads import HEADS
 from train.optim import build_optimizer, clip_and_step, linear_schedule, pick_precision
@@ -98,10 +98,13 @@ def finetune(
     dev: Sequence[Example],
     report: Callable[[str], None],
     init_name: str = "",
+    data: str | None = None,
 ) -> dict[str, Any]:
     """Train `task` from the model directory `init`, evaluate on `dev`, publish the run at `out`.
 
-    The run holds `model/` (Hugging Face layout), `task.json`, `metrics.jsonl` and `manifest.json`, which is returned.
+    `init_name` and `data` are what a person called the warm start and the data's folder; export and evaluation look
+    for the dev split there again. The run holds `model/` (Hugging Face layout), `task.json`, `metrics.jsonl` and
+    `manifest.json`, which is returned.
     Raises InputError for unfit input and CheckFailed when training diverges; then nothing is published.
     """
     torch.manual_seed(config.seed)
@@ -111,6 +114,7 @@ def finetune(
     tokenizer = Tokenizer.from_dir(init)
     model, loaded = load_model(HEADS[kind.head], init, kind.width(task))
     report(loaded.describe())
+    check_vocabulary(tokenizer, model.config, str(init))
     if task.max_tokens > model.config.max_position_embeddings:
         raise InputError(
             f"task {task.name} uses {task.max_tokens} tokens, {init} has positions for "
@@ -160,6 +164,10 @@ def finetune(
                     json.dumps({"step": step, "loss": value, "lr": schedule.get_last_lr()[0], "norm": norm}) + "\n"
                 )
                 advance(f"loss {value:.3f}, {tokens / (time.monotonic() - started):,.0f} tokens/s")
+        if skipped == steps:
+            raise CheckFailed(
+                f"fine-tuning {task.name} made no update: every gradient was non-finite; check INIT {init}"
+            )
         seconds = time.monotonic() - started
         model.eval()
         metrics, _ = evaluate(task, tokenizer, TorchRunner(model, tokenizer.pad_id), dev)
@@ -172,7 +180,12 @@ def finetune(
             "finetune",
             fingerprint=fingerprint,
             config=config.model_dump(),
-            inputs={"init": init_name or str(init), "train_examples": len(train), "dev_examples": len(dev)},
+            inputs={
+                "init": init_name or str(init),
+                "data": str(Path(data).absolute()) if data else None,
+                "train_examples": len(train),
+                "dev_examples": len(dev),
+            },
             metrics={
                 **metrics,
                 "train_seconds": round(seconds, 1),

@@ -101,6 +101,8 @@ def _read_text(file: IO[bytes], path: Path, counts: Counter[str]) -> Iterator[st
     characters = 0
     blank = False
     for raw in _without_bom(_pieces(file)):
+        if b"\0" in raw:
+            raise InputError(f"{path} holds NUL bytes: it is binary, or UTF-16; convert it to UTF-8 text")
         line = _decode(raw, counts).strip()
         too_long = characters + len(line) > _DOCUMENT_CHARACTERS
         if lines and (not line or too_long):

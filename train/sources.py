@@ -150,5 +150,7 @@ def hub_model(name: str, report: Report) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "vocab.txt"]))
     except Exception as error:  # the hub's client raises errors of many families
-        reason = " ".join(str(error).split())
-        raise InputError(f"cannot get {name!r} from the Hugging Face hub: {reason:.200}; give INIT= a folder") from None
+        raise InputError(
+            f"cannot get {name!r} from the Hugging Face hub ({type(error).__name__}); check the name and the network, "
+            "or give INIT= a folder"
+        ) from None

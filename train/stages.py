@@ -106,7 +106,7 @@ def make_finetuning(
     train = load_examples(task, data, "train", report)
     if task.behaviour.needs_labels and not task.labels:
         task = task.with_labels(task.behaviour.labels_in(train))
-        report(f"labels of {task.name}, from the training data: {', '.join(task.labels)}")
+        report(f"{len(task.labels)} labels of {task.name}, from the training data: {_some(task.labels)}")
         if len(task.labels) < 2:
             raise InputError(f"the training data of {task.name} has one label alone; two or more are needed")
     dev = load_examples(task, data, "dev", report)
@@ -114,12 +114,17 @@ def make_finetuning(
     directory, name = init
     if not force and is_current(out, finetune.fingerprint_of(task, directory, config, train, dev)):
         return _reused(out, report)
-    return finetune.finetune(task, directory, out, config, train, dev, report, name)
+    return finetune.finetune(task, directory, out, config, train, dev, report, name, data)
 
 
 def make_evaluation(task: Task, run: Path, data: str | None, report: Report) -> dict[str, float]:
-    """Metrics of a fine-tuning run on the task's dev split."""
+    """Metrics of a fine-tuning run on the task's dev split, of the data that it was trained on if none is given."""
+    data = data or read_manifest(run, "finetune")["inputs"].get("data")
     return evaluate_run(run, load_examples(task, data, "dev", report))
+
+
+def _some(names: Sequence[str], most: int = 12) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
 
 
 def _reused(out: Path, report: Report) -> dict[str, Any]:

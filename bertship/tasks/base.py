@@ -108,7 +108,9 @@ class Task:
 
     @staticmethod
     def from_file(path: Path) -> "Task":
-        """Raises InputError when the file is damaged, OSError when it is not there."""
+        """Raises InputError when the file is damaged or not there."""
+        if not path.is_file():
+            raise InputError(f"no such file: {path}; make its directory again")
         text = path.read_bytes()
         try:
             return Task.from_json(text.decode("utf-8"))

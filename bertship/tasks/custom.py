@@ -44,6 +44,8 @@ def task_from_toml(path: Path) -> Task:
     name = values.get("name")
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
         raise InputError(f"{path}: name {name!r}: lower-case letters, digits and _ are needed, a letter first")
+    if name.endswith(("_tokenize", "_encode", "_decode")):
+        raise InputError(f"{path}: name {name!r} ends like a step of a served task; choose another")
     if name in TASKS:
         raise InputError(f"{path}: name {name!r} belongs to a built-in task; choose another")
     kind = values.get("kind")

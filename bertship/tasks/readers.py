@@ -57,6 +57,7 @@ def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(2**31 - 1)  # texts may be long; the request's own limit is the task's
     reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
     try:
         for row in reader:
@@ -84,14 +85,24 @@ def _columns_of(task: Task, path: Path, header: list[str] | None) -> dict[str, i
 
 def _tabular(task: Task, path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[Example]:
     header = next(rows, (0, None))[1] if task.files.header else None
+    if task.files.header and header is None:
+        raise InputError(f"{path} is empty; a header and rows are needed")
     places = _columns_of(task, path, header)
     width = len(header) if header else max(places.values()) + 1
     for number, row in rows:
         if len(row) < width or (header and len(row) > width):
             raise InputError(f"{path}, line {number}: {len(row)} columns, {width} expected: {row!r:.120}")
-        target = row[places[""]]
+        target = _stripped(row[places[""]], f"{path}, line {number}")
         columns = {tensor: row[place] for tensor, place in places.items() if tensor}
         yield Example(columns, task.files.labels.get(target, target), f"{path}, line {number}")
+
+
+def _stripped(target: str, where: str) -> str:
+    """A label or a score without outer white space, which nobody means; an empty one is refused."""
+    target = target.strip()
+    if not target:
+        raise InputError(f"{where}: the label is empty; give one or take the row out")
+    return target
 
 
 def read_tsv(task: Task, path: Path) -> Iterator[Example]:
@@ -125,7 +136,7 @@ def read_jsonl(task: Task, path: Path) -> Iterator[Example]:
         given = record[str(task.files.target)]
         if not isinstance(given, str | int | float):
             raise InputError(f"{where}: field {task.files.target!r} is {given!r:.60}, a string or a number is needed")
-        target = str(given)
+        target = _stripped(str(given), where)
         yield Example(columns, task.files.labels.get(target, target), where)
 
 
