@@ -56,7 +56,7 @@ help: ## This list
 	@$(PYTHON) -m venv --clear .venv
 	@touch $@
 
-$(RUN_STAMP): $(PINS) pyproject.toml | .venv/.made
+$(RUN_STAMP): $(PINS) pyproject.toml .venv/.made
 	@echo "setting up .venv (log: .venv/setup.log)" >&2
 	@if ! command -v nvidia-smi >/dev/null && [ -z "$(TORCH_INDEX_URL)" ]; then \
 	  echo "no NVIDIA GPU found: TORCH_INDEX_URL= can name PyTorch's index of CPU wheels, a smaller download" >&2; fi
