@@ -39,7 +39,7 @@ export ASK_TEXT := $(value TEXT)
 export ASK_TEXT_PAIR := $(value TEXT_PAIR)
 export ASK_QUESTION := $(value QUESTION)
 export ASK_CONTEXT := $(value CONTEXT)
-given = $(if $(filter undefined,$(origin $(1))),,--$(2) "$$ASK_$(1)")
+given = $(if $(filter command environment,$(firstword $(origin $(1)))),--$(2) "$$ASK_$(1)")
 
 .PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask bench clean
 

@@ -385,3 +385,14 @@ def test_a_tokenizer_with_more_pieces_than_rows_is_refused(tmp_path: Path) -> No
     with pytest.raises(InputError, match="rows"):
         save_model(SentenceModel(small, 2), TOKENIZER, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    save_model(PretrainingModel(CONFIG), TOKENIZER, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["bert.encoder.layer.0.output.dense.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(
+        InputError, match=r"bert\.encoder\.layer\.0\.output\.dense\.weight has values that are not finite"
+    ):
+        load_model(TokenModel, tmp_path, 3)

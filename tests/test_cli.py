@@ -191,3 +191,16 @@ def test_a_reader_that_leaves_is_no_error():
         check=False,
     )
     assert done.stdout == "runs/corpus/default\n" and done.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "a/b", ".hidden", "-x", "x" * 101])
+@pytest.mark.parametrize("command", ["corpus", "pretrain", "finetune", "evaluate", "export", "repository"])
+def test_a_run_name_is_a_folder_name(bertship, tmp_path, command, name):
+    code, out, err = bertship(command, "--runs", tmp_path, f"--name={name}")
+    assert (code, out) == (2, "") and err.startswith("error: run name ") and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistyped_precision_is_said_before_anything_is_trained(bertship, tmp_path):
+    code, _, err = bertship("export", "--bring", "--precision", "fp32,fp12", "--runs", tmp_path)
+    assert code == 2 and "unknown precision 'fp12'; precisions are auto, fp32, fp16, int8" in err

@@ -311,3 +311,10 @@ def test_a_directory_that_is_no_corpus(tmp_path: Path) -> None:
     (out / "heldout" / "documents.bin").unlink()
     with pytest.raises(InputError, match=r"documents\.bin is missing"):
         Corpus.open(out, "heldout")
+
+
+@pytest.mark.parametrize("raw", [b"PK\x03\x04\x00\x00binary", "A sentence. Another.".encode("utf-16")])
+def test_binary_and_utf16_files_are_refused(tmp_path, raw):
+    (tmp_path / "documents.txt").write_bytes(raw)
+    with pytest.raises(InputError, match="NUL bytes: it is binary, or UTF-16"):
+        list(read_documents(tmp_path / "documents.txt"))

@@ -236,3 +236,17 @@ def test_perf_analyzer_runs_by_itself(made):
 def test_command_prints_the_path(made):
     done = subprocess.run([sys.executable, "-m", "serving.environment"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(made.root))
+
+
+def test_a_damaged_environment_is_mended(dry):
+    made = environment.prepare()
+    stub = made.runtime / "backends" / "python" / "triton_python_backend_stub"
+    for damage, steps in (
+        (stub.unlink, ["runtime"]),
+        (lambda: (made.site_packages / "bertship" / "errors.py").write_text(""), ["bertship"]),
+    ):
+        damage()
+        said: list[str] = []
+        environment.prepare(said.append)
+        assert [line.split()[1] for line in said] == steps
+    assert stub.is_file()

@@ -16,6 +16,7 @@ from bertship.pipeline import from_export
 from bertship.runners import OnnxRunner
 from export import onnx_graph, publish, stages
 from export.onnx_graph import export_onnx
+from serving.repository import render
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +156,25 @@ def test_auto_keeps_what_passes_and_says_what_does_not(quick, tmp_path, monkeypa
     monkeypatch.setitem(publish.PRECISIONS, "fp16", dataclasses.replace(publish.PRECISIONS["fp16"], max_difference=0))
     manifest = publish.export_run(quick, out, ["fp32", "fp16"], examples, said.append, lenient=True)
     assert list(manifest["graphs"]) == ["fp32"] and not (out / "model.fp16.onnx").exists()
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "task.json", "tokenizer.json"])
+def test_what_changed_after_the_gate_is_neither_used_nor_served(quick, tmp_path, name):
+    out, repository = tmp_path / "export", tmp_path / "repository"
+    publish.export_run(quick, out, ["fp32"], make_examples("sentence"), silent)
+    render(out, repository)
+    served = contents(repository / "moods_encode" / "1")
+    whole = (out / name).read_bytes()
+    for spoilt, says in (
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "has changed"),
+        (whole[:10], "has changed"),
+        (None, "is missing"),
+    ):
+        if spoilt is None:
+            (out / name).unlink()
+        else:
+            (out / name).write_bytes(spoilt)
+        for use in (from_export, lambda export: render(export, repository)):
+            with pytest.raises(InputError, match=f"{name} {says}"):
+                use(out)
+    assert contents(repository / "moods_encode" / "1") == served

@@ -207,3 +207,22 @@ def test_text_that_no_tokenizer_takes_is_refused(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "fine", "label": 1}\n{"text": "bad \\ud83d", "label": 1}\n')
     with pytest.raises(InputError, match="line 2: a lone surrogate stands in"):
         read_split(task, tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "train.tsv is empty; a header and rows are needed"),
+        ("sentence\tlabel\nfine\t\n", "line 2: the label is empty"),
+        ("sentence\tlabel\nfine\t \n", "line 2: the label is empty"),
+    ],
+)
+def test_an_empty_file_and_an_empty_label_are_refused(tmp_path, text, says):
+    (tmp_path / "train.tsv").write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=says):
+        read_split(TASKS["sst2"], tmp_path, "train")
+
+
+def test_white_space_around_a_label_is_nobodys_meaning(tmp_path):
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\nfine\t 1 \n", encoding="utf-8")
+    assert read_split(TASKS["sst2"], tmp_path, "train")[0].target == "positive"
