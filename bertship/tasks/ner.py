@@ -262,6 +262,6 @@ register(
                 "dev": ("dev.conll", "valid.txt", "dev.txt", "eng.testa"),
             },
         ),
-        training={"epochs": 3},
+        training={"epochs": 3, "learning_rate": 1e-4},
     )
 )

@@ -224,6 +224,6 @@ register(
                 "dev": ("dev.json", "dev-v1.1.json", "dev-v2.0.json"),
             },
         ),
-        training={"epochs": 2, "batch_size": 16},
+        training={"epochs": 2, "batch_size": 16, "learning_rate": 1e-4},
     )
 )
