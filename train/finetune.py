@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -160,9 +161,9 @@ def finetune(
                 tokens += int(feeds["attention_mask"].sum())
                 padded += feeds["attention_mask"].size
                 value = loss.item()
-                log.write(
-                    json.dumps({"step": step, "loss": value, "lr": schedule.get_last_lr()[0], "norm": norm}) + "\n"
-                )
+                facts = {"step": step, "loss": value, "lr": schedule.get_last_lr()[0], "norm": norm}
+                # NaN is not JSON
+                log.write(json.dumps({k: v if math.isfinite(v) else None for k, v in facts.items()}) + "\n")
                 advance(f"loss {value:.3f}, {tokens / (time.monotonic() - started):,.0f} tokens/s")
         if skipped == steps:
             raise CheckFailed(
