@@ -4,9 +4,9 @@ A repository's `1/model.py` takes its class from here. A step finds what it need
 `tokenizer.json` or `model.onnx`. Every fault of a request becomes an INVALID_ARG error of that request alone.
 """
 
-import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ _NUMPY = {"BOOL": bool, "BYTES": object, "FP32": np.float32, "INT32": np.int32, 
 
 
 class _Step:
-    """What the steps share: the version's folder and one response a request."""
+    """What the steps share: the version's folder and what is in it."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         self.folder = Path(args["model_repository"]) / args["model_version"]
@@ -38,21 +38,26 @@ class _Step:
     def load(self) -> None:
         """Read what the step needs; InputError when it is not there."""
 
+
+class _RequestStep(_Step, ABC):
+    """A step that answers each request by itself."""
+
+    @abstractmethod
     def answer(self, request: Any) -> dict[str, np.ndarray]:
-        raise NotImplementedError
+        """The response's tensors by name. Raises InputError for what the request got wrong."""
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return [self._respond(functools.partial(self.answer, request)) for request in requests]
+        return [self._respond(request) for request in requests]
 
-    def _respond(self, answer: Callable[[], dict[str, np.ndarray]]) -> Any:
+    def _respond(self, request: Any) -> Any:
         try:
-            tensors = [pb_utils.Tensor(name, value) for name, value in answer().items()]
+            tensors = [pb_utils.Tensor(name, value) for name, value in self.answer(request).items()]
         except InputError as error:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
         return pb_utils.InferenceResponse(output_tensors=tensors)
 
 
-class TokenizeStep(_Step):
+class TokenizeStep(_RequestStep):
     """Texts to rows, and to what the decoding step needs to know of them."""
 
     def load(self) -> None:
@@ -113,7 +118,7 @@ class EncodeStep(_Step):
         self.runner.close()
 
 
-class DecodeStep(_Step):
+class DecodeStep(_RequestStep):
     """Logits to answers."""
 
     def answer(self, request: Any) -> dict[str, np.ndarray]:
