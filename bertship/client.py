@@ -65,7 +65,7 @@ class Client:
             tensors.append(tensor)
         more: dict[str, Any] = {} if self._http else {"client_timeout": self.timeout_s}
         try:
-            reply = self._client.infer(task, tensors, parameters=dict(parameters or {}) or None, **more)
+            reply = self._client.infer(task, tensors, parameters=_sendable(parameters), **more)
         except Exception as error:
             raise self._error(task, error) from None
         names = [output["name"] if self._http else output.name for output in _outputs(reply)]
@@ -109,6 +109,8 @@ class Client:
             if status in ("400", "StatusCode.INVALID_ARGUMENT"):
                 return InvalidRequest(message)
             return ClientError(f"{task}: {message}")
+        if isinstance(error, ValueError | TypeError | OverflowError):
+            return InvalidRequest(f"{task}: the request cannot be sent: {message}")
         if isinstance(error, TimeoutError) or "timed out" in message:
             return RequestTimeout(f"{task}: no answer from {self.url} within {self.timeout_s:g} s")
         return ServerUnavailable(f"{task}: no server at {self.url}: {message}; start one with `make serve`")
@@ -117,6 +119,14 @@ class Client:
 def _outputs(reply: Any) -> Sequence[Any]:
     response = reply.get_response()
     return response["outputs"] if isinstance(response, dict) else response.outputs
+
+
+def _sendable(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Parameters as both protocols carry them: no null, no fractions."""
+    sent = {
+        name: "none" if v is None else str(v) if isinstance(v, float) else v for name, v in (parameters or {}).items()
+    }
+    return sent or None
 
 
 def _listed(texts: Texts) -> list[Any]:

@@ -34,7 +34,10 @@ class Pipeline:
         self.task, self.tokenizer, self.runner = task, tokenizer, runner
 
     def __call__(self, columns: Columns, parameters: Mapping[str, Any] | None = None) -> Answers:
-        """Answers for lists of texts by tensor name, TRUNCATED included. Raises InputError as the server would."""
+        """Answers for lists of texts by tensor name, TRUNCATED included: a request's, or a whole data set's.
+
+        Raises InputError for what cannot be answered.
+        """
         check_columns(self.task, columns)
         options = read_options(self.task, parameters)
         total = len(columns[self.task.behaviour.inputs[0]])
@@ -49,7 +52,9 @@ class Pipeline:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def ask(self, columns: Columns, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """The answers as plain Python, one dict an element."""
+        """The answers to one request as plain Python, one dict an element; its size is checked as a server would."""
+        check_columns(self.task, columns)
+        check_size(self.task, columns)
         return as_records(self(columns, parameters))
 
 
@@ -92,7 +97,7 @@ def encode(task: Task, tokenizer: Tokenizer, columns: Columns) -> Encoded:
 
 
 def check_columns(task: Task, columns: Columns) -> None:
-    """Refuse what cannot be answered: a missing or empty list, unequal lengths, no strings, too many characters."""
+    """Refuse what cannot be answered: a missing or empty list, unequal lengths, no strings."""
     names = task.behaviour.inputs
     for name in names:
         if name not in columns:
@@ -119,6 +124,11 @@ def check_columns(task: Task, columns: Columns) -> None:
                     f"{task.name}: {name}[{i}] has a lone surrogate {text[error.start]!r} at character {error.start}; "
                     "decode the text with the right encoding first"
                 ) from None
+
+
+def check_size(task: Task, columns: Columns) -> None:
+    """Refuse more characters than one request may have; a whole data set is no request."""
+    names = task.behaviour.inputs
     characters = sum(len(text) for name in names for text in columns[name])
     if characters > task.max_characters:
         raise InputError(

@@ -14,7 +14,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from bertship.errors import InputError
-from bertship.pipeline import check_columns, encode
+from bertship.pipeline import check_columns, check_size, encode
 from bertship.runners import OnnxRunner
 from bertship.tasks.base import Task, TensorSpec, read_options, row_table
 from bertship.tokenization import Row, Tokenizer, pad
@@ -69,6 +69,7 @@ class TokenizeStep(_RequestStep):
     def answer(self, request: Any) -> dict[str, np.ndarray]:
         columns = _texts(self.task, request)
         check_columns(self.task, columns)
+        check_size(self.task, columns)
         read_options(self.task, _parameters(request))  # a bad parameter is refused before the encoder runs
         encoded = encode(self.task, self.tokenizer, columns)
         if len(encoded.rows) > self.max_rows:

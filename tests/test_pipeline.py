@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bertship.errors import InputError
-from bertship.pipeline import BATCH_ROWS, Pipeline, as_records, check_columns, from_export, graph_of
+from bertship.pipeline import BATCH_ROWS, Pipeline, as_records, check_columns, check_size, from_export, graph_of
 from bertship.tasks import TASKS
 from bertship.tasks.base import read_options
 from bertship.tokenization import SPECIAL_TOKENS, Tokenizer
@@ -53,8 +53,6 @@ def pipeline_of(task):
             {"TEXT": ["a", "b"], "TEXT_PAIR": ["c", "x\ud83d"]},
             r"TEXT_PAIR\[1\] has a lone surrogate '\\ud83d' at c.* 1",
         ),
-        (SST2, {"TEXT": ["a" * 500_000, "b" * 500_001]}, "the request has 1,000,001 characters; at most 1,000,000"),
-        (SQUAD, {"QUESTION": ["a"], "CONTEXT": ["b" * 1_000_000]}, "the request has 1,000,001 characters"),
     ],
 )
 def test_what_cannot_be_answered(task, columns, message):
@@ -64,12 +62,27 @@ def test_what_cannot_be_answered(task, columns, message):
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize(
+    ("task", "columns"),
+    [
+        (SST2, {"TEXT": ["a" * 500_000, "b" * 500_001]}),
+        (SQUAD, {"QUESTION": ["a"], "CONTEXT": ["b" * 1_000_000]}),
+    ],
+)
+def test_a_request_has_a_size_and_a_data_set_has_none(task, columns):
+    for refuse in (lambda: check_size(task, columns), lambda: pipeline_of(task).ask(columns)):
+        with pytest.raises(InputError, match="the request has 1,000,001 characters; at most 1,000,000 are allowed"):
+            refuse()
+    small, texts = dataclasses.replace(task, max_characters=3), {name: ["a b"] * 3 for name in task.behaviour.inputs}
+    assert len(pipeline_of(small)(texts)["TRUNCATED"]) == 3
+
+
 def test_what_can_be_answered():
     check_columns(SST2, {"TEXT": ["", "\U0001f44d", "a\x00b"]})
     check_columns(SST2, {"TEXT": np.array(["a", "b"])})
-    check_columns(SST2, {"TEXT": ("a" * 1_000_000,)})
+    check_size(SST2, {"TEXT": ("a" * 1_000_000,)})
     check_columns(NER, {"TEXT": ["a"], "WORDS": [[(0, 1)]]})
-    check_columns(dataclasses.replace(SST2, max_characters=2), {"TEXT": ["a", "b"]})
+    check_size(dataclasses.replace(SST2, max_characters=2), {"TEXT": ["a", "b"]})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,7 @@ def test_what_can_be_answered():
     [
         (SST2, {"top_k": 1}, "unknown parameter 'top_k' for sst2; known: none"),
         (SQUAD, {"topk": 1}, "unknown parameter 'topk' for squad; known: top_k, max_answer_tokens, null_threshold"),
-        (SQUAD, {"top_k": "3"}, "parameter top_k='3': a whole number from 1 to 100"),
+        (SQUAD, {"top_k": "three"}, "parameter top_k='three': a whole number from 1 to 100"),
         (SQUAD, {"top_k": 101}, "parameter top_k=101"),
         (SQUAD, {"top_k": 2.5}, "parameter top_k=2.5"),
         (SQUAD, {"top_k": True}, "parameter top_k=True"),
@@ -137,3 +150,13 @@ def test_graphs_are_chosen_by_precision(tmp_path):
         graph_of(manifest, "fp16")
     with pytest.raises(InputError, match=r"no manifest.json in .*bertship export"):
         from_export(tmp_path)
+
+
+def test_parameters_that_requests_cannot_write_otherwise():
+    """HTTP carries neither fractions nor null, so both may come as text."""
+    options = read_options(SQUAD, {"top_k": "3", "null_threshold": "-1.5"})
+    assert (options["top_k"], options["null_threshold"]) == (3, -1.5)
+    assert read_options(SQUAD, {"null_threshold": "none"})["null_threshold"] is None
+    for value in (10**400, "1e999", "nan", "2.5", True):
+        with pytest.raises(InputError, match="parameter top_k="):
+            read_options(SQUAD, {"top_k": value})

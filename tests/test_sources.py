@@ -108,3 +108,25 @@ def test_the_warm_start_is_the_pre_training_run_of_the_preset_or_said_to_be_mini
     for init in ("./nowhere", "/no/such/folder", "a/b/c"):
         with pytest.raises(InputError, match="no model directory at INIT"):
             stages.find_init(init, tmp_path, "tiny", silent)
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "says"),
+    [
+        ("stsb", {"train.tsv": "sentence1\tsentence2\tscore\na\tb\tn/a\n"}, "line 2: score 'n/a' is no finite number"),
+        ("stsb", {"train.tsv": "sentence1\tsentence2\tscore\na\tb\tnan\n"}, "line 2: score 'nan' is no finite number"),
+        (
+            "squad",
+            {
+                "train.json": '{"data": [{"paragraphs": [{"context": "in Bergen", "qas": [{"id": "q7", '
+                '"question": "?", "answers": [{"text": "Bergen", "answer_start": 0}]}]}]}]}'
+            },
+            "question q7: answer 'Bergen' is not in the context at code point 0; 'in Ber' is",
+        ),
+    ],
+)
+def test_training_data_of_every_kind_is_checked(tmp_path, name, files, says):
+    for file, text in files.items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=says):
+        load_examples(TASKS[name], str(tmp_path), "train", silent)

@@ -262,3 +262,26 @@ def test_options_are_bounded():
     for name, value in (("top_k", 0), ("top_k", 1.5), ("max_answer_tokens", None), ("null_threshold", "x"), ("n", 1)):
         with pytest.raises(InputError, match=f"parameter '?{name}"):
             ask(crafted(), "a", **{name: value})
+
+
+def test_memory_is_that_of_a_window_however_long_the_context():
+    """All spans of all windows of a long context would be gigabytes; they are never held at once."""
+    import tracemalloc
+
+    rng = np.random.default_rng(0)
+    tokens, windows_ = 64, 400
+    starts = np.arange(windows_) * 32
+    offsets = np.stack([np.stack([s + np.arange(tokens), s + np.arange(tokens) + 1], 1) for s in starts]).astype(
+        np.int32
+    )
+    offsets = np.concatenate([np.full((windows_, 1, 2), -1, np.int32), offsets], axis=1)
+    table = {"OWNER": np.zeros(windows_, np.int32), "OFFSETS": offsets}
+    logits = {name: rng.normal(size=(windows_, tokens + 1)) for name in ("start_logits", "end_logits")}
+    options = {"top_k": 3, "max_answer_tokens": 64, "null_threshold": None}
+    columns = {"QUESTION": ["q"], "CONTEXT": ["x" * int(offsets.max())]}
+    tracemalloc.start()
+    TASKS["squad"].behaviour.decode(TASKS["squad"], columns, table, logits, options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    spans = windows_ * tokens * (tokens + 1) // 2
+    assert peak < spans * 8 / 4  # a quarter of what their scores alone would take

@@ -232,17 +232,29 @@ def read_options(task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:
         if option is None:
             known = ", ".join(task.behaviour.options) or "none"
             raise InputError(f"unknown parameter {name!r} for {task.name}; known: {known}")
-        if value is None and option.optional:
+        if option.optional and value in (None, "none"):  # a request's parameters have no null
             options[name] = None
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or (option.type is int and value != int(value)) or not option.low <= value <= option.high:
+        given_as, value = value, _number(value)
+        if value is None or not option.low <= value <= option.high or (option.type is int and value != int(value)):
             raise InputError(
-                f"parameter {name}={value!r}: {'a whole number' if option.type is int else 'a number'} "
+                f"parameter {name}={given_as!r:.60}: {'a whole number' if option.type is int else 'a number'} "
                 f"from {option.low} to {option.high} is needed"
             )
         options[name] = option.type(value)
     return options
+
+
+def _number(value: Any) -> float | None:
+    """A number, also one in a string, as HTTP requests have no fractional parameters; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def short(probability: float) -> float:

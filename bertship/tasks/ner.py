@@ -154,17 +154,18 @@ def split_words(text: str) -> list[tuple[int, int]]:
 
 def _peel(text: str, start: int, end: int) -> list[tuple[int, int]]:
     before, after = [], []
-    while start < end and _punctuation(text[start]) and text[start] not in "@#":
+    while start < end and _outer(text[start]) and text[start] not in "@#":
         before.append((start, start + 1))
         start += 1
-    while end > start and _punctuation(text[end - 1]):
+    while end > start and _outer(text[end - 1]):
         after.append((end - 1, end))
         end -= 1
     return [*before, *([(start, end)] if start < end else []), *reversed(after)]
 
 
-def _punctuation(character: str) -> bool:
-    return unicodedata.category(character).startswith("P")
+def _outer(character: str) -> bool:
+    """Punctuation, or a format character without width (zero-width space, byte order mark, soft hyphen)."""
+    return unicodedata.category(character).startswith(("P", "Cf"))
 
 
 def tag_words(words: Sequence[Sequence[int]], entities: Sequence[Entity]) -> list[tuple[tuple[int, int], str]]:

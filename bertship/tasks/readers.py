@@ -172,22 +172,27 @@ def _conll_example(words: list[str], tags: list[str], where: str) -> Example:
 
 def read_squad(task: Task, path: Path) -> Iterator[Example]:
     """SQuAD 1.1 and 2.0 JSON: articles of paragraphs of questions."""
+    where = str(path)
     try:
-        data = json.loads(_text(path))
-        articles = data["data"]
-        for article in articles:
+        for article in json.loads(_text(path))["data"]:
+            where = f"{path}, article {article.get('title', '?')!r:.60}"
             for paragraph in article["paragraphs"]:
                 if not isinstance(paragraph["context"], str):
                     raise TypeError(f"context {paragraph['context']!r:.60} is no string")
                 for question in paragraph["qas"]:
-                    answers = [] if question.get("is_impossible") else question["answers"]
-                    yield Example(
-                        {"QUESTION": question["question"].strip(), "CONTEXT": paragraph["context"]},
-                        Gold(str(question["id"]), tuple((str(a["text"]), int(a["answer_start"])) for a in answers)),
-                        f"{path}, question {question['id']}",
-                    )
+                    where = f"{path}, question {question['id']}"
+                    yield _squad_example(paragraph["context"], question, where)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path} is not in SQuAD's JSON format: {type(error).__name__} {error}") from None
+        raise InputError(f"{where} is not in SQuAD's JSON format: {type(error).__name__} {error}") from None
+
+
+def _squad_example(context: str, question: dict[str, Any], where: str) -> Example:
+    answers = [] if question.get("is_impossible") else question["answers"]
+    for answer in answers:
+        if not isinstance(answer["text"], str) or type(answer["answer_start"]) is not int:
+            raise TypeError(f"answer {answer!r:.80}: text must be a string, answer_start a whole number")
+    gold = Gold(str(question["id"]), tuple((answer["text"], answer["answer_start"]) for answer in answers))
+    return Example({"QUESTION": question["question"].strip(), "CONTEXT": context}, gold, where)
 
 
 Reader = Callable[[Task, Path], Iterator[Any]]

@@ -7,7 +7,7 @@ best logits: were it counted in each, a certain answer's probability would halve
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -97,7 +97,7 @@ class Span(Kind):
         found: list[dict[str, Any]] = []
         for i, context in enumerate(contexts):
             rows = np.flatnonzero(owners == i).tolist()
-            found.append(_answer(context, [_spans(table, logits, w, options) for w in rows], options))
+            found.append(_answer(context, (_spans(table, logits, w, options) for w in rows), options))
         return {
             "ANSWER": np.array([answer["answer"] for answer in found], object),
             "SCORE": np.array([answer["score"] for answer in found], np.float32),
@@ -151,44 +151,77 @@ def _spans(table: Mapping[str, np.ndarray], logits: Logits, w: int, options: Map
     return _Window(scores, offsets[context], float(start[0] + end[0]))
 
 
-def _distinct(spans: Sequence[_Window]) -> tuple[np.ndarray, np.ndarray]:
-    """Every span of every window once, at its best: places int64 [N], start * 2^32 + end, ascending; scores [N]."""
-    places, scores = [], []
-    for window in spans:
+def _distinct(places: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each place once, ascending, at its best score."""
+    order = np.argsort(places, kind="stable")
+    places, scores = places[order], scores[order]
+    new = np.flatnonzero(np.diff(places, prepend=-1))
+    return places[new], np.maximum.reduceat(scores, new) if len(new) else scores
+
+
+class _Tally:
+    """All spans of one question, window by window: memory is that of a window, however long the context.
+
+    A place is start * 2^32 + end, in code points. Windows overlap, so the same span may come from several of them; it
+    counts once, at its best. What starts before the next window cannot come again and is added up.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+        self.null = np.inf
+        self.total = -np.inf  # log of the sum of exp(score)
+        self.places, self.scores = np.zeros(0, np.int64), np.zeros(0)  # the best so far, the best first
+        self._open = (self.places, self.scores)  # spans that the next window may have too
+
+    def add(self, window: _Window) -> None:
+        self.null = min(self.null, window.null)
+        if not len(window.offsets):
+            return
         d, first = np.nonzero(np.isfinite(window.scores))
         starts, ends = window.offsets[first, 0].astype(np.int64), window.offsets[first + d, 1].astype(np.int64)
-        places.append((starts << 32) + ends)
-        scores.append(window.scores[d, first])
-    place, score = np.concatenate(places), np.concatenate(scores)
-    order = np.argsort(place, kind="stable")
-    place, score = place[order], score[order]
-    new = np.flatnonzero(np.diff(place, prepend=-1))
-    return place[new], np.maximum.reduceat(score, new) if len(new) else score
+        self._close(int(window.offsets[0, 0]))
+        places, scores = self._open
+        self._open = _distinct(
+            np.concatenate([places, (starts << 32) + ends]), np.concatenate([scores, window.scores[d, first]])
+        )
+
+    def _close(self, before: int | None) -> None:
+        """Add up the open spans that start before this code point; all of them for None."""
+        places, scores = self._open
+        cut = len(places) if before is None else int(np.searchsorted(places, before << 32))
+        if cut:
+            highest = scores[:cut].max()
+            self.total = np.logaddexp(self.total, highest + np.log(np.exp(scores[:cut] - highest).sum()))
+            places_all = np.concatenate([self.places, places[:cut]])
+            scores_all = np.concatenate([self.scores, scores[:cut]])
+            best = np.lexsort((places_all, -scores_all))[: self.top_k]  # of equal ones the earlier
+            self.places, self.scores = places_all[best], scores_all[best]
+            self._open = places[cut:], scores[cut:]
+
+    def finish(self) -> float:
+        """Close what is open; the log of the sum over all spans and the null answer."""
+        self._close(None)
+        return float(np.logaddexp(self.total, self.null))
 
 
-def _best(scores: np.ndarray, k: int) -> np.ndarray:
-    """Indices of the `k` highest scores, the highest first; of equal ones the earlier."""
-    kept = np.arange(len(scores))
-    if len(scores) > k:
-        kept = np.flatnonzero(scores >= np.partition(scores, -k)[-k])
-    return kept[np.argsort(-scores[kept], kind="stable")][:k]
+def _answer(context: str, spans: Iterable[_Window], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The best answer over all windows of one question, its probability, and the runners-up.
 
-
-def _answer(context: str, spans: Sequence[_Window], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The best answer over all windows of one question, its probability, and the runners-up."""
-    null = min(window.null for window in spans)
-    places, scores = _distinct(spans)
-    highest = max(null, scores.max(initial=-np.inf))
-    total = highest + np.log(np.exp(null - highest) + np.exp(scores - highest).sum())
-    ranked = _best(scores, options["top_k"]).tolist()
+    The candidates begin with the answer itself, which is the null answer where the threshold says so; the spans follow
+    from the best on.
+    """
+    tally = _Tally(options["top_k"])
+    for window in spans:
+        tally.add(window)
+    total = tally.finish()
     candidates = []
-    for i in ranked:
-        start, end = int(places[i]) >> 32, int(places[i]) & 0xFFFFFFFF
-        score = short(np.exp(scores[i] - total))
+    for place, cost in zip(tally.places.tolist(), tally.scores.tolist(), strict=True):
+        start, end = place >> 32, place & 0xFFFFFFFF
+        score = short(np.exp(cost - total))
         candidates.append({"answer": context[start:end], "score": score, "start": start, "end": end})
     threshold = options["null_threshold"]
-    if not candidates or (threshold is not None and null - scores[ranked[0]] > threshold):
-        empty = {"answer": "", "score": short(np.exp(null - total)), "start": -1, "end": -1}
+    if not candidates or (threshold is not None and tally.null - tally.scores[0] > threshold):
+        empty = {"answer": "", "score": short(np.exp(tally.null - total)), "start": -1, "end": -1}
         return {**empty, "candidates": [empty, *candidates][: options["top_k"]]}
     return {**candidates[0], "candidates": candidates}
 
