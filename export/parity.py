@@ -5,7 +5,7 @@ padded batches of mixed lengths and on rows alone.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -245,19 +245,3 @@ def judge(reference: Reference, precision: str, path: Path, max_positions: int) 
     if PRECISIONS[precision].narrow:
         found[0].failures += check_range(path, reference.rows, reference.tokenizer.pad_id)
     return found
-
-
-def table(results: Sequence[Parity], sizes: Mapping[str, int]) -> list[dict[str, str]]:
-    """Rows for people: one a comparison."""
-    return [
-        {
-            "precision": r.precision,
-            "size": f"{sizes[r.precision] / 1e6:.1f} MB",
-            "rows": f"{r.rows} {r.mode}",
-            "largest difference": f"{r.max_difference:.1e}",
-            "same decisions": f"{r.agreement:.2%}",
-            r.metric: f"{r.artifact_metric:.4f} ({r.artifact_metric - r.reference_metric:+.4f})",
-            "gate": "passed" if r.passed else "FAILED",
-        }
-        for r in results
-    ]

@@ -147,7 +147,6 @@ class Kind(ABC):
     annotations: tuple[str, ...] = ()  # columns that only labelled data has, such as the words of a CoNLL file
     row_tensors: tuple[TensorSpec, ...] = ()  # what decoding needs to know of the rows
     options: ClassVar[Mapping[str, Option]] = {}
-    chunks = False  # whether long texts become several rows
     needs_labels = True
 
     @abstractmethod

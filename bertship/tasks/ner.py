@@ -52,7 +52,6 @@ class Token(Kind):
     inputs = ("TEXT",)
     annotations = ("WORDS",)  # each text's words as [start, end] in code points
     row_tensors = (TensorSpec("OWNER", "INT32"), TensorSpec("OFFSETS", "INT32", (-1, -1, 2)))
-    chunks = True
 
     def outputs(self, task: Task) -> tuple[TensorSpec, ...]:
         return (TensorSpec("ENTITIES", "BYTES"),)

@@ -55,7 +55,6 @@ class Span(Kind):
         "max_answer_tokens": Option(int, 1, 512),
         "null_threshold": Option(float, -1e4, 1e4, optional=True),
     }
-    chunks = True
     needs_labels = False
 
     def outputs(self, task: Task) -> tuple[TensorSpec, ...]:
