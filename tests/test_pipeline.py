@@ -131,7 +131,7 @@ def test_many_texts_get_what_each_gets_alone(task):
     alone = [pipeline({name: [texts[i]] for name, texts in columns.items()}) for i in range(count)]
     for name, values in together.items():
         np.testing.assert_array_equal(values, np.concatenate([answer[name] for answer in alone]))
-    assert together["TRUNCATED"].tolist() == [i == 5 and not task.behaviour.chunks for i in range(count)]
+    assert together["TRUNCATED"].tolist() == [i == 5 and not task.behaviour.row_tensors for i in range(count)]
 
 
 def test_answers_as_plain_python():
