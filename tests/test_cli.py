@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bertship import cli
+from bertship import cli, console
+from bertship.commands import exporting, serving, training
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
@@ -33,8 +34,10 @@ def stage(monkeypatch):
     """Make whatever stage a command loads do this instead."""
 
     def replace(action):
-        real = cli.load
-        monkeypatch.setattr(cli, "load", lambda where: real(where) if where.startswith("bertship.") else action)
+        for module in (training, exporting, serving):
+            monkeypatch.setattr(
+                module, "load", lambda where: console.load(where) if where.startswith("bertship.") else action
+            )
 
     return replace
 
@@ -179,8 +182,8 @@ def test_as_a_process():
 
 def test_a_reader_that_leaves_is_no_error():
     code = (
-        "import sys; from bertship import cli\n"
-        "cli.load = lambda where: lambda *a: {'metrics': {str(i): i for i in range(100000)}}\n"
+        "import sys; from bertship import cli; from bertship.commands import training\n"
+        "training.load = lambda where: lambda *a: {'metrics': {str(i): i for i in range(100000)}}\n"
         "sys.argv = ['bertship', 'corpus']; cli.main()"
     )
     done = subprocess.run(

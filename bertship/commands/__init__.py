@@ -1,0 +1,1 @@
+"""What each command of `bertship` does, a module for each part of the line."""

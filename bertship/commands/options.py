@@ -1,0 +1,81 @@
+"""Options that several commands share, and how their values are read."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bertship.console import load
+from bertship.errors import InputError
+
+RUNS = Path("runs")
+REPOSITORY = Path("model_repository")
+URL = "http://127.0.0.1:8000"
+
+
+def plain_name(name: str) -> str:
+    """A run's name is a folder's name: anything else could lead out of the runs, or name the folder of all of them."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise InputError(f"run name {name!r}: letters, digits, '.', '_' and '-' are needed, a letter or digit first")
+    return name
+
+
+TaskOption = Annotated[str, typer.Option("--task", "-t", help="A built-in task's name, or a .toml file with yours.")]
+RunsOption = Annotated[Path, typer.Option("--runs", help="The folder that holds the runs.")]
+NameOption = Annotated[
+    str,
+    typer.Option("--name", help="The run's name: several runs can stand side by side.", callback=plain_name),
+]
+DataOption = Annotated[str | None, typer.Option("--data", help="A folder with the task's official files.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the configuration.")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Run again even when the result is up to date.")]
+BringOption = Annotated[bool, typer.Option("--bring", help="Make what this command needs first, where it is missing.")]
+InitOption = Annotated[
+    str, typer.Option("--init", help="The warm start: `minilm`, a model directory, a run, or a hub name.")
+]
+PresetOption = Annotated[str, typer.Option("--preset", help="A size (tiny, mini, ..., large), or a .toml file.")]
+RepositoryOption = Annotated[Path, typer.Option("--repository", help="The Triton model repository.")]
+UrlOption = Annotated[str, typer.Option("--url", help="http://HOST:PORT or grpc://HOST:PORT.")]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="auto, or of fp32, fp16, int8.")]
+TextOption = Annotated[list[str] | None, typer.Option(help="A text; give the option again for several.")]
+
+
+def get_task(name: str) -> Any:
+    return load("bertship.tasks:get_task")(name)
+
+
+def need(directory: Path, command: str) -> None:
+    if not directory.is_dir():
+        raise InputError(f"there is no {directory}; run `{command}` first, or its Make target")
+
+
+def parse_precisions(names: str) -> tuple[str, ...]:
+    """Names parted by commas; a typo is said before anything is trained."""
+    known = tuple(load("export.precision:PRECISIONS"))
+    found = tuple(name.strip() for name in names.split(","))
+    if unknown := [name for name in found if name not in known]:
+        raise InputError(f"unknown precision {unknown[0]!r}; precisions are auto, {', '.join(known)}")
+    return found
+
+
+def parse_settings(pairs: list[str] | None) -> dict[str, str]:
+    settings = {}
+    for pair in pairs or []:
+        field, separator, value = pair.partition("=")
+        if not separator or not field:
+            raise InputError(f"--set {pair!r}: FIELD=VALUE is needed, such as --set learning_rate=3e-5")
+        settings[field.strip()] = value.strip()
+    return settings
+
+
+def parse_columns(
+    text: list[str] | None, text_pair: list[str] | None, question: list[str] | None, context: list[str] | None
+) -> dict[str, list[str]]:
+    given = {"TEXT": text, "TEXT_PAIR": text_pair, "QUESTION": question, "CONTEXT": context}
+    columns = {name: texts for name, texts in given.items() if texts}
+    if not columns:
+        raise InputError("nothing to ask: give --text, or --question and --context")
+    return columns
