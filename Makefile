@@ -17,6 +17,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 REPOSITORY ?= model_repository
+CONTAINER ?=
 PYTHON ?= python3
 # a CPU-only machine can be spared the CUDA libraries by PyTorch's own index of CPU wheels (see pytorch.org)
 TORCH_INDEX_URL ?=
@@ -28,6 +29,7 @@ DEV_STAMP := .venv/.dev-installed
 PINS := requirements/constraints.txt
 PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
 
+comma := ,
 # one word of the shell, whatever is in it
 quoted = '$(subst ','\'',$(1))'
 option = $(if $($(1)),--$(2) $(call quoted,$($(1))))
@@ -41,7 +43,7 @@ export ASK_QUESTION := $(value QUESTION)
 export ASK_CONTEXT := $(value CONTEXT)
 given = $(if $(filter command environment,$(firstword $(origin $(1)))),--$(2) "$$ASK_$(1)")
 
-.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask bench clean
+.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask bench plan gpu-check clean
 
 help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
@@ -113,6 +115,13 @@ ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
 
 bench: setup ## Load TASK with perf_analyzer on real texts
 	@$(BERTSHIP) bench --task $(call quoted,$(TASK)) --repository $(call quoted,$(REPOSITORY)) --bring
+
+# CONTAINER= names the image of NVIDIA's to run in; without it, TensorRT and the GPU are those of this machine
+plan: $(if $(CONTAINER),,$(RUN_STAMP)) ## TASK's TensorRT plan, on the GPU's machine (CONTAINER=image)
+	@$(if $(CONTAINER),export/container.sh $(call quoted,$(CONTAINER)) export bertship,$(BERTSHIP)) plan runs/export/$(call quoted,$(basename $(notdir $(TASK))))
+
+gpu-check: $(if $(CONTAINER),,$(RUN_STAMP)) ## What only a GPU can show, in at most 8 minutes (CONTAINER=image)
+	@$(if $(CONTAINER),export/container.sh $(call quoted,$(CONTAINER)) train$(comma)export$(comma)serve python3,.venv/bin/python) -m benchmarks.gpu_check --export runs/export/$(call quoted,$(basename $(notdir $(TASK))))
 
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi

@@ -28,6 +28,8 @@ for _command in (
     training.finetune,
     training.evaluate,
     exporting.export,
+    exporting.parity,
+    exporting.plan,
     exporting.predict,
     serving.repository,
     serving.serve,

@@ -62,14 +62,21 @@ def metric_lines(metrics: dict[str, Any], indent: str = "  ") -> list[str]:
 
 def parity_lines(manifest: dict[str, Any]) -> list[str]:
     """The gate's comparisons as a table of plain text."""
-    lines = [f"  {'precision':<10} {'size':>9}  {'rows':<12} {'largest difference':>18} {'same decisions':>15}  metric"]
+    lines = [
+        f"  {'precision':<10} {'size':>9}  {'rows':>5} {'mode':<14} {'largest':>8} {'mean':>8} {'same':>8}  metric"
+    ]
     for result in manifest["metrics"]["parity"]:
-        size = manifest["files"][manifest["graphs"][result["precision"]]]["bytes"] / 1e6
-        change = result["artifact_metric"] - result["reference_metric"]
+        name = result["precision"]
+        plan = (manifest.get("plans") or {}).get(name, {}) if result["engine"] == "tensorrt" else {}
+        size = manifest["files"][plan.get("file") or manifest["graphs"][name]]["bytes"] / 1e6
+        metric = "no labels"
+        if result["artifact_metric"] is not None:
+            change = result["artifact_metric"] - result["reference_metric"]
+            metric = f"{result['metric']} {result['artifact_metric']:.4f} ({change:+.4f})"
         lines.append(
-            f"  {result['precision']:<10} {size:>6.1f} MB  {result['rows']:>5} {result['mode']:<6} "
-            f"{result['max_difference']:>18.1e} {result['agreement']:>15.2%}  "
-            f"{result['metric']} {result['artifact_metric']:.4f} ({change:+.4f})"
+            f"  {name:<10} {size:>6.1f} MB  {result['rows']:>5} {result['mode']:<14} {result['max_difference']:>8.1e} "
+            f"{result['mean_difference']:>8.1e} {result['agreement']:>8.2%}  {metric}"
+            f"{'' if result['passed'] else '  FAILED'}"
         )
     return lines
 

@@ -5,7 +5,7 @@ when one is waiting, one row a thread when many are. A row's logits therefore ne
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import onnxruntime
 
 from bertship.errors import InputError
 from bertship.tasks.base import Logits
-from bertship.tokenization import Row
+from bertship.tokenization import Row, pad
 
 
 def available_threads() -> int:
@@ -89,3 +89,33 @@ class OnnxRunner:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_in_batches(
+    run: Callable[[dict[str, np.ndarray]], list[np.ndarray]],
+    outputs: Sequence[str],
+    rows: Sequence[Row],
+    tokenwise: Mapping[str, bool],
+    buckets: Sequence[int],
+    max_batch: int,
+) -> Logits:
+    """Each row's logits from padded batches of at most `max_batch` rows: the way of GPUs.
+
+    Rows of like length go together, padded to the shortest of `buckets` that holds them. `tokenwise` says which outputs
+    have one element a token; those are cut to the row's own. Raises InputError for a row longer than every bucket.
+    """
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    found: dict[str, list[np.ndarray]] = {name: [np.empty(0)] * len(rows) for name in outputs}
+    start = 0
+    while start < len(order):
+        tokens = len(rows[order[start]])
+        bucket = next((length for length in sorted(buckets) if length >= tokens), None)
+        if bucket is None:
+            raise InputError(f"a row of {tokens} tokens is longer than the engine takes: {max(buckets)}")
+        chosen = [i for i in order[start : start + max_batch] if len(rows[i]) <= bucket]
+        start += len(chosen)
+        batch = run(pad([rows[i] for i in chosen], 0, bucket))  # padding is masked, whatever its id
+        for name, output in zip(outputs, batch, strict=True):
+            for place, i in enumerate(chosen):
+                found[name][i] = output[place, : len(rows[i])] if tokenwise[name] else output[place]
+    return found

@@ -8,28 +8,13 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import numpy_helper
-from onnxruntime.transformers.float16 import convert_float_to_float16
 
-from bertship.errors import CheckFailed
-from export.onnx_graph import check_graph, quiet
+from export.fp16 import to_fp16
+from export.onnx_graph import check_graph
+from export.qdq import to_int8_qdq
 
 FLOAT = onnx.TensorProto.FLOAT
 NARROWEST_INT8 = 32  # columns: a head of few labels has little to gain and most to lose
-FP16_LARGEST = float(np.finfo(np.float16).max)
-
-
-def to_fp16(source: Path, target: Path) -> None:
-    """Weights and arithmetic in FP16; inputs and outputs keep their types. Raises CheckFailed for larger weights."""
-    model = onnx.load(source)
-    for tensor in model.graph.initializer:
-        if tensor.data_type == FLOAT and (largest := float(np.abs(numpy_helper.to_array(tensor)).max())) > FP16_LARGEST:
-            raise CheckFailed(
-                f"weight {tensor.name} reaches {largest:.3g}, FP16 ends at {FP16_LARGEST:g}; leave fp16 out"
-            )
-    with quiet():
-        graph = convert_float_to_float16(model, keep_io_types=True, max_finite_val=FP16_LARGEST)
-    onnx.save(graph, target)
-    check_graph(target)
 
 
 def to_int8(source: Path, target: Path) -> None:
@@ -116,24 +101,25 @@ def has_vnni() -> bool:
 
 @dataclass(frozen=True)
 class Precision:
-    """How a precision is made and what the gate asks of it.
+    """How a precision is made; `export.tolerances` says what the gate asks of it.
 
-    `max_difference`: largest allowed difference of a logit from PyTorch FP32, as a share of the logits' largest
-    magnitude; `agreement`: smallest allowed share of equal decisions; `narrow`: whether the values between the nodes
-    have to fit its type, which a CPU that computes in FP32 would not notice.
+    `narrow`: whether the values between the nodes have to fit FP16, which a CPU that computes in FP32 would not notice;
+    `half`: whether the model itself is judged in half precision too.
     """
 
     file: str
-    make: Callable[[Path, Path], None] | None
-    max_difference: float
-    agreement: float
+    make: Callable[..., None] | None  # source, target and, where `calibrated`, rows of real text
     narrow: bool = False
+    half: bool = False
+    calibrated: bool = False
+    needs_tensorrt: bool = False  # of use to TensorRT alone: `auto` makes it where that is
 
 
 PRECISIONS = {
-    "fp32": Precision("model.onnx", None, 1e-4, 1.0),
-    "fp16": Precision("model.fp16.onnx", to_fp16, 2e-2, 0.995, narrow=True),
-    "int8": Precision("model.int8.onnx", to_int8, 0.3, 0.98),
+    "fp32": Precision("model.onnx", None),
+    "fp16": Precision("model.fp16.onnx", to_fp16, narrow=True, half=True, calibrated=True),
+    "int8": Precision("model.int8.onnx", to_int8),
+    "int8_qdq": Precision("model.int8.qdq.onnx", to_int8_qdq, narrow=True, calibrated=True, needs_tensorrt=True),
 }
 
 

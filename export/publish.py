@@ -1,36 +1,45 @@
-"""Export a fine-tuned run: make each precision, hold it against PyTorch, publish what passes, whole or not at all."""
+"""Export a fine-tuned model: make each precision, hold it against PyTorch, publish what passes, whole or not at all."""
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bertship.artifacts import code_digest, publish, read_manifest, sha256_json, write_manifest
+from bertship.artifacts import code_digest, publish, sha256_json, write_manifest
 from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import Pipeline, Runner
 from bertship.tasks import Example
+from bertship.tokenization import Row
+from export.judge import judge
+from export.machine import Machine, choose, find_machine
 from export.onnx_graph import OPSET, export_onnx
-from export.parity import Parity, Reference, judge
-from export.precision import PRECISIONS, best_for_cpu
-from train.evaluate import load_finetuned
-from train.heads import HeadedModel
+from export.parity import Parity, reasons_of, rows_of_all_lengths
+from export.plan import PLANS, add_plan, timing_cache_of
+from export.precision import PRECISIONS
+from export.reference import Reference
+from export.source import Source, digest_of, from_run
+from train.evaluate import columns_of
 from train.torch_runner import TorchRunner
 
 SAMPLES = "samples.jsonl"  # real texts with PyTorch's answers: for checking and loading a server
+CALIBRATION_ROWS = 128
+
+Report = Callable[[str], None]
 
 
-def fingerprint_of(run: Path, precisions: Sequence[str], examples: Sequence[Example], lenient: bool = False) -> str:
+def fingerprint_of(
+    source: Source, precisions: Sequence[str], examples: Sequence[Example], lenient: bool, machine: Machine
+) -> str:
     """Changes when anything that the artifacts or their gate depend on does."""
     root = Path(__file__).parents[1]
     core = ("metrics", "pipeline", "runners", "tasks/*", "tokenization")
     model = ("checkpoint", "evaluate", "heads", "model", "torch_runner")
     code = code_digest(root, [*(f"bertship/{n}.py" for n in core), *(f"train/{n}.py" for n in model), "export/*.py"])
     data = [[dict(e.columns), e.target] for e in examples]
-    files = read_manifest(run, "finetune")["files"]
-    return sha256_json([files, sorted(precisions), lenient, data, best_for_cpu(), code])
+    files = [digest_of(source.model_dir), source.task.to_json()]
+    return sha256_json([files, sorted(precisions), lenient, data, machine.as_dict(), code])
 
 
 def export_run(
@@ -38,78 +47,154 @@ def export_run(
     out: Path,
     precisions: Sequence[str],
     examples: Sequence[Example],
-    report: Callable[[str], None],
+    report: Report,
     lenient: bool = False,
 ) -> dict[str, Any]:
-    """Export the fine-tuning run at `run` to `out`; `examples` are the gate's texts. Returns the manifest.
+    """`export_source` of the fine-tuning run at `run`. Raises InputError for a directory that is none."""
+    _check_precisions(precisions)
+    return export_source(from_run(run), out, precisions, examples, report, lenient)
+
+
+def export_source(
+    source: Source,
+    out: Path,
+    precisions: Sequence[str],
+    examples: Sequence[Example],
+    report: Report,
+    lenient: bool = False,
+    calibration: Sequence[Example] = (),
+    machine: Machine | None = None,
+) -> dict[str, Any]:
+    """Export `source` to `out`; `examples` are the gate's texts. Returns the manifest.
 
     Every precision has to pass the gate; where `lenient`, one that does not is left out, with a warning and its reasons
-    in the manifest, as long as FP32 passes. Raises InputError for an unknown precision or a directory that is no run,
-    CheckFailed when the gate refuses; then `out` is left as it was.
+    in the manifest, as long as FP32 passes. `calibration` are texts from which ranges are taken, the gate's own where
+    there are none. Where TensorRT and its GPU are, a plan is built and judged too. Raises InputError for an unknown
+    precision, CheckFailed when the gate refuses; then `out` is left as it was.
     """
-    unknown = [name for name in precisions if name not in PRECISIONS]
-    if unknown or not precisions:
-        raise InputError(f"unknown precision {', '.join(unknown) or 'none'}; precisions are {', '.join(PRECISIONS)}")
-    task, tokenizer, model = load_finetuned(run)
-    fingerprint = fingerprint_of(run, precisions, examples, lenient)
-    runner = TorchRunner(model, tokenizer.pad_id)
-    reference = Reference(task, tokenizer, runner, examples)
+    _check_precisions(precisions)
+    machine = machine or find_machine()
+    task = source.task
+    fingerprint = fingerprint_of(source, precisions, examples, lenient, machine)
+    runner = TorchRunner(source.model, source.tokenizer.pad_id)
+    reference = Reference(task, source.tokenizer, runner, examples)
+    rows = _calibration_rows(source, calibration or reference.examples)
     with publish(out) as staging:
-        results, refused = _make(model, reference, precisions, staging, report)
+        results, refused = _make(source, reference, rows, precisions, staging, report)
+        kept = [name for name in precisions if name not in refused]
+        plans, judged = _add_plans(kept, machine, reference, out, staging, refused, report)
+        results += judged
         if refused and not (lenient and "fp32" not in refused):
-            reasons = "; ".join(refused.values())
-            raise CheckFailed(f"the parity gate refused {task.name}: {reasons}; nothing was published")
+            raise CheckFailed(
+                f"the parity gate refused {task.name}: {'; '.join(refused.values())}; nothing was published"
+            )
         for name, reason in refused.items():
             report(f"WARNING: {name} is left out, the parity gate refused it: {reason}")
-            (staging / PRECISIONS[name].file).unlink(missing_ok=True)
-        kept = [name for name in precisions if name not in refused]
+            (staging / (PRECISIONS[name].file if name in PRECISIONS else name)).unlink(missing_ok=True)
         parity = [result.as_dict() for result in results if result.precision in kept]
+        choice = choose(machine, kept, plans)
+        report(f"{choice.precision} on {choice.engine} is best here: {choice.why}")
         (staging / "parity.json").write_text(json.dumps(parity, indent=2) + "\n", "utf-8")
         (staging / "task.json").write_text(task.to_json(), encoding="utf-8")
-        shutil.copy2(run / "model" / "tokenizer.json", staging / "tokenizer.json")
+        source.tokenizer.backend.save(str(staging / "tokenizer.json"))
         _write_samples(reference, runner, staging / SAMPLES)
         return write_manifest(
             staging,
             "export",
             fingerprint=fingerprint,
             config={"precisions": list(precisions), "opset": OPSET},
-            inputs={"run": str(run), "parity_examples": len(reference.examples)},
+            inputs={
+                "run": str(source.where),
+                "model": str(source.model_dir),
+                "model_files": digest_of(source.model_dir),
+                "data": source.data,
+                "parity_examples": len(reference.examples),
+            },
             metrics={"parity": parity},
             task=task.name,
             graphs={name: PRECISIONS[name].file for name in kept},
             refused=refused,
-            # what was not asked for, or did not pass, is not served
-            serve=best_for_cpu() if best_for_cpu() in kept else kept[0],
+            # the graph for an ONNX Runtime on this processor; what was not asked for, or did not pass, is not served
+            serve=choose(machine.without_gpu(), kept, ()).precision,
+            best=choice.as_dict(),
+            plans=plans,
         )
 
 
+def _check_precisions(precisions: Sequence[str]) -> None:
+    unknown = [name for name in precisions if name not in PRECISIONS]
+    if unknown or not precisions:
+        raise InputError(f"unknown precision {', '.join(unknown) or 'none'}; precisions are {', '.join(PRECISIONS)}")
+
+
+def _calibration_rows(source: Source, examples: Sequence[Example]) -> list[Row]:
+    """Rows of all lengths to take ranges from."""
+    columns = columns_of(source.task, examples, annotations=True)
+    encoded = source.task.behaviour.encode(source.task, source.tokenizer, columns)
+    return rows_of_all_lengths(encoded.rows, CALIBRATION_ROWS)
+
+
 def _make(
-    model: HeadedModel, reference: Reference, precisions: Sequence[str], staging: Path, report: Callable[[str], None]
+    source: Source,
+    reference: Reference,
+    calibration: Sequence[Row],
+    precisions: Sequence[str],
+    staging: Path,
+    report: Report,
 ) -> tuple[list[Parity], dict[str, str]]:
     """Every precision's comparisons, and the reasons against those that did not pass.
 
     FP32 is judged even where it is not asked for: the others are made from it.
     """
-    source = staging / PRECISIONS["fp32"].file
-    export_onnx(model, source)
+    original = staging / PRECISIONS["fp32"].file
+    export_onnx(source.model, original)
     results: list[Parity] = []
     refused = {}
     for name in dict.fromkeys(("fp32", *precisions)):
-        make = PRECISIONS[name].make
-        path = staging / PRECISIONS[name].file
+        precision = PRECISIONS[name]
+        path = staging / precision.file
         try:
-            if make is not None:
-                make(source, path)
+            if precision.make is not None:
+                precision.make(original, path, *((calibration,) if precision.calibrated else ()))
             report(f"{name}: {path.stat().st_size / 1e6:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows")
-            judged = judge(reference, name, path, model.config.max_position_embeddings)
+            judged = judge(reference, name, path, source.model)
         except CheckFailed as error:
             refused[name] = f"{name}: {error}"
             continue
         results += judged
-        reasons = [f"{name} ({result.mode}): {failure}" for result in judged for failure in result.failures]
-        if reasons:
-            refused[name] = "; ".join(reasons)
+        if reasons := reasons_of(judged):
+            refused[name] = reasons
     return results, refused
+
+
+def _add_plans(
+    kept: Sequence[str],
+    machine: Machine,
+    reference: Reference,
+    out: Path,
+    staging: Path,
+    refused: dict[str, str],
+    report: Report,
+) -> tuple[dict[str, Any], list[Parity]]:
+    """Facts by precision, and comparisons, of the plans that passed; the others' reasons go into `refused` by file."""
+    plans: dict[str, Any] = {}
+    results: list[Parity] = []
+    for name in kept if machine.builds_plans else ():
+        if name not in PLANS:
+            continue
+        try:
+            facts, judged = add_plan(
+                staging / PRECISIONS[name].file, name, reference, report, timing_cache=timing_cache_of(out)
+            )
+        except (CheckFailed, InputError) as error:
+            refused[PLANS[name]] = f"{PLANS[name]}: {error}"
+            continue
+        if reasons := reasons_of(judged):
+            refused[PLANS[name]] = reasons
+            continue
+        plans[name] = facts
+        results += judged
+    return plans, results
 
 
 def _write_samples(reference: Reference, runner: Runner, path: Path) -> None:

@@ -16,7 +16,6 @@ attentions alike, what a plan answers or how fast. Triton's TensorRT backend loa
 """
 
 import contextlib
-import ctypes
 import importlib
 import os
 import re
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 import onnx
 
 from bertship.artifacts import sha256_file
+from bertship.cuda import find_device
 from bertship.errors import InputError
 from bertship.runners import OnnxRunner
 from bertship.tasks import Task
@@ -104,16 +104,20 @@ def build_engine(
 
 
 def check_fp16(graph: Path) -> None:
-    """Refuse a graph whose weights are not FP16: precision lives in the graph, so FP32 would give an FP32 engine."""
+    """Refuse a graph that is not in FP16: precision lives in the graph, so FP32 would give an FP32 engine.
+
+    Matrices are FP16, or INT8 beside FP16 ones, which then have scales in FP16.
+    """
     try:
         model = onnx.load(graph)
     except FileNotFoundError:
         raise InputError(f"no such graph: {graph}; export with the precision fp16 first") from None
     except Exception as error:  # protobuf's error has no public base class
         raise InputError(f"{graph} is no ONNX graph: {_one_line(str(error))}; export it again") from None
+    half, int8 = onnx.TensorProto.FLOAT16, onnx.TensorProto.INT8
     weights = [tensor for tensor in model.graph.initializer if len(tensor.dims) > 1]
-    other = next((t for t in weights if t.data_type != onnx.TensorProto.FLOAT16), None)
-    if other is not None or not weights:
+    other = next((t for t in weights if t.data_type not in (half, int8)), None)
+    if other is not None or not any(tensor.data_type == half for tensor in weights):
         found = f"weight {other.name} is {onnx.TensorProto.DataType.Name(other.data_type)}" if other else "no weights"
         raise InputError(
             f"{graph} is not in FP16 ({found}): its engine would not be either; give the graph of the precision fp16"
@@ -166,6 +170,8 @@ def _build(
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the log then lists the layers
     if rtx:
         _set_compute_capabilities(trt, config, compute_capabilities)
+    monitor = _make_monitor(trt, report)  # referenced until the plan is there
+    config.progress_monitor = monitor
     profiles = profiles_of(task)
     kept = [_add_profile(builder, config, inputs, shapes, graph, log) for shapes in profiles]
     cache = None if timing_cache is None else _load_timing_cache(config, timing_cache, report)
@@ -192,6 +198,7 @@ def _build(
         "inputs": inputs,
         "outputs": outputs,
         "profiles": [shapes._asdict() for shapes in profiles],
+        "profile_inputs": "rows x tokens, the same for every input",
         "workspace_mib": workspace_mib,
         "fused_attentions": fused,
         "build_seconds": round(seconds, 1),
@@ -299,32 +306,39 @@ def _parser_error(error: Any) -> str:
 
 
 def _device() -> dict[str, Any]:
-    """The GPU that TensorRT builds for, the first that the process sees, and the driver, both asked of the driver."""
-    reason = "TensorRT builds on the GPU that will serve; build there, in NVIDIA's container"
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        raise InputError(f"no NVIDIA driver here: {reason}") from None
-    numbers = {key: ctypes.c_int() for key in ("driver", "device", "major", "minor")}
-    name = ctypes.create_string_buffer(256)
-    for function, *arguments in (
-        (cuda.cuInit, 0),
-        (cuda.cuDriverGetVersion, ctypes.byref(numbers["driver"])),
-        (cuda.cuDeviceGet, ctypes.byref(numbers["device"]), 0),
-        (cuda.cuDeviceGetName, name, len(name), numbers["device"]),
-        # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR in cuda.h
-        (cuda.cuDeviceGetAttribute, ctypes.byref(numbers["major"]), 75, numbers["device"]),
-        (cuda.cuDeviceGetAttribute, ctypes.byref(numbers["minor"]), 76, numbers["device"]),
-    ):
-        status = function(*arguments)
-        if status != 0:
-            raise InputError(f"no usable GPU here ({function.__name__} says {status}): {reason}")
-    driver = numbers["driver"].value
+    """The GPU that TensorRT builds for, the first that the process sees, and the driver, as facts for the manifest."""
+    device = find_device()
     return {
-        "compute_capabilities": [f"{numbers['major'].value}.{numbers['minor'].value}"],
-        "gpu": name.value.decode(errors="replace"),
-        "driver_cuda": f"{driver // 1000}.{driver % 1000 // 10}",
+        "compute_capabilities": [device.compute_capability],
+        "gpu": device.name,
+        "driver_cuda": device.driver_cuda,
     }
+
+
+def _make_monitor(trt: Any, report: Report) -> Any:
+    """Tells how far the build is: one line for each tenth of its outermost phase, and never more than one a second."""
+
+    class Monitor(trt.IProgressMonitor):
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._steps: dict[str, int] = {}
+            self._said = time.monotonic()
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            if not parent_phase:
+                self._steps[phase_name] = num_steps
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            total = self._steps.get(phase_name)
+            if total and time.monotonic() - self._said >= 1:
+                report(f"building: {phase_name}, {step} of {total}")
+                self._said = time.monotonic()
+            return True  # go on
+
+        def phase_finish(self, phase_name: str) -> None:
+            self._steps.pop(phase_name, None)
+
+    return Monitor()
 
 
 def _one_line(text: str) -> str:

@@ -52,7 +52,8 @@ def test_an_export_holds_what_it_says_and_answers_as_pytorch_does(tmp_path, head
     assert artifacts.is_current(out, manifest["fingerprint"])
     assert (manifest["task"], manifest["serve"]) == (TASKS_BY_HEAD[head].name, "fp32")
     assert json.loads((out / "parity.json").read_text()) == manifest["metrics"]["parity"]
-    assert [r["mode"] for r in manifest["metrics"]["parity"]] == ["padded", "alone"] * 2
+    modes = [*(f"padded to {n}" for n in TASKS_BY_HEAD[head].buckets), "alone"]
+    assert [r["mode"] for r in manifest["metrics"]["parity"]] == [*modes, *modes, "torch half"]
     pipeline = from_export(out)
     for line in (out / "samples.jsonl").read_text("utf-8").splitlines():
         sample = json.loads(line)

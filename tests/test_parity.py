@@ -16,7 +16,8 @@ from bertship.runners import OnnxRunner
 from bertship.tasks import Example
 from export import precision, publish
 from export.onnx_graph import export_onnx
-from export.parity import Reference, check_shapes, spread
+from export.parity import check_shapes, compare
+from export.reference import Reference, spread
 from train.torch_runner import TorchRunner
 
 
@@ -44,9 +45,9 @@ def gate(runs, tmp_path, monkeypatch):
 
         settings = precision.PRECISIONS[name]
 
-        def make(source: Path, target: Path) -> None:
+        def make(source: Path, target: Path, *rows) -> None:
             if settings.make is not None:
-                settings.make(source, target)
+                settings.make(source, target, *rows)
             model = onnx.load(target)
             spoil(model.graph)
             onnx.save(model, target)
@@ -100,6 +101,10 @@ def flip_a_weight(graph):
     edit(matrices(graph)[3], lambda w: w.__setitem__((5, 5), -w[5, 5] - 0.1))
 
 
+def flip_a_later_weight(graph):
+    edit(matrices(graph)[6 + 4], lambda w: w.__setitem__((5, 5), -w[5, 5] - 0.1))
+
+
 def negate_a_row(graph):
     edit(matrices(graph)[0], lambda w: np.negative(w[:, 3], out=w[:, 3]))
 
@@ -141,27 +146,33 @@ def swap_outputs(graph):
         node.output[:] = [{first: second, second: first}.get(x, x) for x in node.output]
 
 
+# where the last matrix product is; the sentence head's own are Gemm
+LAST = {"sentence": "encoder.blocks.1", "span": "the head", "token": "the head"}
+
+
 @pytest.mark.parametrize("head", TASKS_BY_HEAD)
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "says", "layer"),
     [
-        (flip_a_weight, "departs by"),
-        (negate_a_row, "departs by"),
-        (not_a_number, "not finite in"),
-        (infinite, "not finite in"),
-        (hide_the_last_token, "(alone)"),
-        (see_one_padding, "(padded)"),
+        (flip_a_weight, "departs by", "encoder.blocks.0"),
+        (negate_a_row, "departs by", "encoder.blocks.0"),
+        (flip_a_later_weight, "departs by", "encoder.blocks.1"),
+        (not_a_number, "not finite in", LAST),
+        (infinite, "not finite in", LAST),
+        (hide_the_last_token, "(alone)", "encoder.blocks.0"),
+        (see_one_padding, "(padded to ", "encoder.blocks.0"),
     ],
 )
-def test_a_spoilt_graph_closes_the_gate(gate, head, spoil, says):
+def test_a_spoilt_graph_closes_the_gate(gate, head, spoil, says, layer):
     message = gate(head, spoil)
     assert f"the parity gate refused {TASKS_BY_HEAD[head].name}: fp32" in message
     assert says in message
+    assert f"the first to depart is {layer if layer is not LAST else LAST[head]}" in message
 
 
 def test_one_padding_seen_shows_only_in_padded_batches(gate):
     message = gate("token", see_one_padding)
-    assert "fp32 (padded)" in message
+    assert "fp32 (padded to " in message
     assert "fp32 (alone)" not in message
 
 
@@ -172,12 +183,13 @@ def test_labels_in_another_order_close_the_gate(gate):
 
 
 def test_segments_ignored_close_the_gate(gate):
-    assert "departs by" in gate("span", ignore_segments)
+    message = gate("span", ignore_segments)
+    assert "departs by" in message and "the first to depart is encoder.embeddings" in message
 
 
 def test_start_and_end_exchanged_close_the_gate(gate):
     message = gate("span", swap_outputs)
-    assert "of the decisions agree" in message
+    assert "of the decisions agree" in message and "the first to depart is the head" in message
 
 
 def test_an_input_dropped_closes_the_gate(gate):
@@ -216,7 +228,7 @@ def test_an_output_of_one_row_closes_the_gate(runs, tmp_path):
 @pytest.mark.parametrize("name", ["fp16", "int8"])
 @pytest.mark.parametrize("spoil", [swap_labels, hide_all_but_the_first])
 def test_other_precisions_have_their_gate(gate, name, spoil):
-    assert f"{name} (padded)" in gate("sentence", spoil, name)
+    assert f"{name} (padded to " in gate("sentence", spoil, name)
 
 
 def test_what_int8_would_forgive_is_found_in_the_graph_that_it_is_made_of(runs, tmp_path, monkeypatch):
@@ -225,7 +237,7 @@ def test_what_int8_would_forgive_is_found_in_the_graph_that_it_is_made_of(runs, 
     hide_the_last_token(model.graph)
     onnx.save(model, tmp_path / "spoilt.onnx")
     monkeypatch.setattr(publish, "export_onnx", lambda model, path: shutil.copy2(tmp_path / "spoilt.onnx", path))
-    with pytest.raises(CheckFailed, match=r"fp32 \(padded\)"):
+    with pytest.raises(CheckFailed, match=r"fp32 \(padded to \d+\)"):
         publish.export_run(run, tmp_path / "out", ["int8"], make_examples("sentence"), lambda line: None)
     assert not (tmp_path / "out").exists()
 
@@ -247,7 +259,7 @@ def test_an_overflow_between_nodes_closes_the_gate_of_fp16(tmp_path):
         model.encoder.blocks[0].feed_forward.contract.weight.mul_(50)
 
     run = make_run(tmp_path / "run", "sentence", outliers)
-    with pytest.raises(CheckFailed, match=r"fp16 \(padded\): \S+ leaves FP16's range on a row of \d+ tokens"):
+    with pytest.raises(CheckFailed, match=r"fp16 \(padded to \d+\): \S+ leaves FP16's range on a row of \d+ tokens"):
         publish.export_run(run, tmp_path / "out", ["fp32", "fp16"], make_examples("sentence"), lambda line: None)
     assert not (tmp_path / "out").exists()
 
@@ -265,9 +277,9 @@ def test_weights_beyond_fp16_close_its_gate(tmp_path):
 def test_a_faithful_artifact_passes_with_its_figures(runs):
     task, examples = TASKS_BY_HEAD["token"], make_examples("token")
     reference = Reference(task, TOKENIZER, TorchRunner(make_model("token"), TOKENIZER.pad_id), examples)
-    padded, alone = reference.compare("fp32", OnnxRunner(runs["token"][1]))
-    assert [padded.mode, alone.mode] == ["padded", "alone"]
-    for result in (padded, alone):
+    results = compare(reference, "fp32", OnnxRunner(runs["token"][1]), "onnxruntime")
+    assert [result.mode for result in results] == [*(f"padded to {n}" for n in task.buckets), "alone"]
+    for result in results:
         assert result.passed
         assert 0 < result.mean_difference < result.max_difference < 1e-5
         assert result.agreement == 1.0

@@ -17,8 +17,9 @@ from bertship.errors import InputError
 from bertship.tasks import TASKS, Task
 from bertship.triton_limits import PLAN_MAX_BATCH
 from export import tensorrt_engine
+from export.fp16 import to_fp16
 from export.onnx_graph import export_onnx
-from export.precision import to_fp16, to_int8
+from export.precision import to_int8
 from export.tensorrt_engine import Shapes, build_engine, check_fp16, find_tensorrt, profiles_of
 
 LAYERS = 2

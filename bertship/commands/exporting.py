@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from bertship.commands.options import (
     RUNS,
@@ -23,9 +25,13 @@ from bertship.commands.options import (
 )
 from bertship.commands.training import run_finetuning
 from bertship.console import load, parity_lines, report, show
+from bertship.errors import CheckFailed, InputError
 
 
 def export(
+    model_dir: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL_DIR]", help="A model fine-tuned elsewhere, in Hugging Face layout.")
+    ] = None,
     task: TaskOption = "sst2",
     precision: PrecisionOption = "auto",
     init: InitOption = "",
@@ -38,10 +44,58 @@ def export(
 ) -> None:
     """ONNX, through the gate: runs/export/TASK.
 
-    Each precision is compared with PyTorch on real text; what departs is not published. auto makes all of them.
+    Each precision is compared with PyTorch on real text; what departs is not published. auto makes all that this
+    machine has a use for, and says which is best here. Without MODEL_DIR the task's own run is exported.
     """
-    out, manifest = run_export(task, precision, init, preset, data, runs, name, force, bring)
-    show(manifest, [str(out), *parity_lines(manifest)])
+    if model_dir is None:
+        out, manifest = run_export(task, precision, init, preset, data, runs, name, force, bring)
+    else:
+        if not model_dir.is_dir():
+            raise InputError(f"no model directory at {model_dir}")
+        definition = get_task(task)
+        out = runs / "export" / definition.name
+        precisions = None if precision == "auto" else parse_precisions(precision)
+        make = load("export.stages:make_model_export")
+        manifest = make(definition, model_dir, out, precisions, data, report, force)
+    best = manifest["best"]
+    chosen = f"  best here: {best['precision']} on {best['engine']}, as {best['why']}"
+    show(manifest, [str(out), *parity_lines(manifest), chosen])
+
+
+def parity(
+    export_dir: Annotated[Path, typer.Argument(metavar="EXPORT_DIR", help="What `bertship export` wrote.")],
+    full: Annotated[bool, typer.Option("--full", help="The whole dev split instead of 500 examples.")] = False,
+    data: DataOption = None,
+    model: Annotated[Path | None, typer.Option("--model", help="The model it was made from, where it moved.")] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="cpu, onnxruntime-cuda, onnxruntime-tensorrt or tensorrt.")
+    ] = "cpu",
+) -> None:
+    """Judge an export again.
+
+    Compares every artifact with PyTorch FP32 on the task's dev texts: finite values, the largest difference and its
+    place, decisions, the metric. Exit 1 where one departs, with the first layer that does. Nothing is written.
+    """
+    found = load("export.stages:check_parity")(export_dir, data, report, full, engine, model)
+    parity = found["metrics"]["parity"]
+    show({"export": str(export_dir), "passed": found["passed"], "parity": parity}, parity_lines(found))
+    if not found["passed"]:
+        raise CheckFailed(f"the parity gate refuses {found['task']}: {found['reasons']}")
+
+
+def plan(
+    export_dir: Annotated[Path, typer.Argument(metavar="EXPORT_DIR", help="What `bertship export` wrote.")],
+    workspace_mib: Annotated[int, typer.Option("--workspace-mib", help="Memory a kernel may take, in MiB.")] = 1024,
+) -> None:
+    """A TensorRT plan for this machine's GPU, into an export.
+
+    Runs where TensorRT and the GPU are, such as NVIDIA's container, without PyTorch; the plan is held against the FP32
+    graph and is not published where it departs.
+    """
+    manifest = load("export.plan:make_plans")(export_dir, report, workspace_mib)
+    found = manifest | {"metrics": {"parity": manifest["plan_parity"]}}
+    lines = [f"{export_dir}: {', '.join(facts['file'] for facts in manifest['plans'].values())}", *parity_lines(found)]
+    show({"plans": manifest["plans"], "parity": manifest["plan_parity"]}, lines)
 
 
 def predict(

@@ -39,7 +39,7 @@ InitOption = Annotated[
 PresetOption = Annotated[str, typer.Option("--preset", help="A size (tiny, mini, ..., large), or a .toml file.")]
 RepositoryOption = Annotated[Path, typer.Option("--repository", help="The Triton model repository.")]
 UrlOption = Annotated[str, typer.Option("--url", help="http://HOST:PORT or grpc://HOST:PORT.")]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="auto, or of fp32, fp16, int8.")]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="auto, or of fp32, fp16, int8, int8_qdq.")]
 TextOption = Annotated[list[str] | None, typer.Option(help="A text; give the option again for several.")]
 
 

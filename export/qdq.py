@@ -1,0 +1,133 @@
+"""INT8 for TensorRT: QuantizeLinear and DequantizeLinear around the linear layers of an FP16 graph.
+
+Scales are static, one for each activation tensor and one for each column of a weight, and symmetric, as TensorRT asks.
+They come from real text. A BERT's activations have outliers in a few channels, which would take the others' precision;
+so each channel is first divided by a factor that its weights take over (SmoothQuant, Xiao et al. 2023, equation 4).
+Attention between tokens, LayerNorm, embeddings and heads of few labels stay in FP16, and attention stays fused.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import helper, numpy_helper, version_converter
+
+from bertship.errors import InputError
+from bertship.runners import available_threads
+from bertship.tokenization import Row, pad
+from export.fp16 import to_fp16
+from export.onnx_graph import check_graph, quiet
+
+OPSET = 20  # the graph's: FP16 scales came with 19
+NARROWEST_INT8 = 32  # columns: a head of few labels has little to gain and most to lose
+LARGEST = 127
+MIGRATION = 0.5  # alpha of SmoothQuant: how much of the difficulty goes to the weights
+SMALLEST_SCALE = float(np.finfo(np.float16).tiny)
+
+
+def linear_layers(graph: Any) -> dict[str, list[Any]]:
+    """MatMul nodes with a constant weight of NARROWEST_INT8 columns or more, by the activation that they read."""
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    found: dict[str, list[Any]] = {}
+    for node in graph.node:
+        weight = constants.get(node.input[1]) if node.op_type == "MatMul" else None
+        if weight is not None and weight.dims[-1] >= NARROWEST_INT8:
+            found.setdefault(node.input[0], []).append(node)
+    return found
+
+
+def calibrate(source: Path, rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """The largest magnitude of each channel of each linear layer's input over `rows`, float32 [K], by tensor."""
+    model = onnx.load(source)
+    names = list(linear_layers(model.graph))
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = available_threads()
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    largest: dict[str, np.ndarray] = {}
+    for row in rows:
+        for name, x in zip(names, session.run(names, pad([row], 0)), strict=True):
+            of_row = np.abs(x).reshape(-1, x.shape[-1]).max(axis=0)
+            largest[name] = np.maximum(largest.get(name, of_row), of_row)
+    return largest
+
+
+def to_int8_qdq(source: Path, target: Path, rows: Sequence[Row]) -> None:
+    """The FP32 graph at `source` as an INT8 graph for TensorRT; `rows` are real text to take the ranges from.
+
+    Raises InputError without rows, CheckFailed for weights that FP16 cannot hold.
+    """
+    if not rows:
+        raise InputError("INT8 for TensorRT takes its scales from real text; none was given")
+    largest = calibrate(source, rows)
+    model = onnx.load(source)
+    weights, scales = _smooth(model.graph, largest)
+    onnx.save(model, target)
+    to_fp16(target, target, rows)
+    with quiet():
+        narrow = version_converter.convert_version(onnx.load(target), OPSET)
+    _quantize(narrow.graph, weights, scales)
+    onnx.save(narrow, target)
+    check_graph(target)
+
+
+def _smooth(graph: Any, largest: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Divide each linear layer's input by a factor a channel and multiply its weights, in place.
+
+    Returns the new weights by name and each input's scale by its new name.
+    """
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    weights: dict[str, np.ndarray] = {}
+    scales: dict[str, float] = {}
+    for x, nodes in linear_layers(graph).items():
+        matrices = [numpy_helper.to_array(constants[node.input[1]]) for node in nodes]
+        of_weights = np.max([np.abs(matrix).max(axis=1) for matrix in matrices], axis=0)
+        # a channel that is all but silent would get a factor beyond any type
+        activity = np.maximum(largest[x], largest[x].max() * 1e-3)
+        strength = np.maximum(of_weights, of_weights.max() * 1e-3)
+        factor = (activity**MIGRATION / strength ** (1 - MIGRATION)).astype(np.float32)
+        graph.initializer.append(numpy_helper.from_array(1 / factor, f"{x}_smoothing"))
+        smooth = helper.make_node("Mul", [x, f"{x}_smoothing"], [f"{x}_smooth"], name=f"smooth_{x}")
+        graph.node.insert(list(graph.node).index(nodes[0]), smooth)
+        scales[f"{x}_smooth"] = float((largest[x] / factor).max()) / LARGEST
+        for node, matrix in zip(nodes, matrices, strict=True):
+            node.input[0] = f"{x}_smooth"
+            weights[node.input[1]] = matrix * factor[:, None]
+            constants[node.input[1]].CopyFrom(numpy_helper.from_array(weights[node.input[1]], node.input[1]))
+    return weights, scales
+
+
+def _quantize(graph: Any, weights: dict[str, np.ndarray], scales: dict[str, float]) -> None:
+    """Put the pairs of nodes around each smoothed layer of the FP16 graph, in place."""
+    nodes: list[Any] = []
+    added: list[Any] = [numpy_helper.from_array(np.array(0, np.int8), "int8_zero")]
+    pairs: set[str] = set()
+
+    def add(kind: str, inputs: list[str], output: str, **attributes: Any) -> None:
+        nodes.append(helper.make_node(kind, inputs, [output], name=f"{kind}_{output}", **attributes))
+
+    for node in graph.node:
+        if node.op_type == "MatMul" and node.input[1] in weights:
+            x, name = node.input
+            if x not in pairs:
+                pairs.add(x)
+                scale = np.float16(max(scales[x], SMALLEST_SCALE))
+                added.append(numpy_helper.from_array(np.array(scale), f"{x}_scale"))
+                add("QuantizeLinear", [x, f"{x}_scale", "int8_zero"], f"{x}_int8")
+                add("DequantizeLinear", [f"{x}_int8", f"{x}_scale", "int8_zero"], f"{x}_rounded")
+            columns = np.maximum(np.abs(weights[name]).max(axis=0) / LARGEST, SMALLEST_SCALE).astype(np.float16)
+            integers = np.clip(np.rint(weights[name] / columns.astype(np.float32)), -LARGEST, LARGEST).astype(np.int8)
+            zeros = np.zeros(len(columns), np.int8)
+            for suffix, array in (("int8", integers), ("scale", columns), ("zero", zeros)):
+                added.append(numpy_helper.from_array(array, f"{name}_{suffix}"))
+            add("DequantizeLinear", [f"{name}_{s}" for s in ("int8", "scale", "zero")], f"{name}_rounded", axis=1)
+            node.input[:] = [f"{x}_rounded", f"{name}_rounded"]
+        nodes.append(node)
+    kept = [tensor for tensor in graph.initializer if tensor.name not in weights]
+    del graph.node[:], graph.initializer[:], graph.value_info[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend([*kept, *added])

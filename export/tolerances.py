@@ -1,0 +1,35 @@
+"""What the gate allows each precision, and the largest that was measured: data, in this one place.
+
+The measured figures are the worst of four fine-tuned encoders (6 layers, hidden 384: film reviews, STS-B, WNUT-17,
+SQuAD; 500 dev examples each, every bucket, batch size and mode) on a CPU with AVX-512 and VNNI. `python -m
+benchmarks.tolerances EXPORT_DIR...` prints them again.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Differences are shares of the largest magnitude that PyTorch FP32 gives to the same tensor.
+
+    `max_difference`: of a logit; `layer`: of a value in the encoder's hidden states, by which a layer counts as
+    departing; `agreement`: smallest share of equal decisions. `measured_*`: the worst that honest artifacts showed.
+    """
+
+    max_difference: float
+    agreement: float
+    layer: float
+    measured_difference: float
+    measured_agreement: float
+    measured_layer: float
+
+
+TOLERANCES = {
+    "fp32": Tolerance(1e-4, 1.0, 1e-4, 0, 1, 0),
+    "fp16": Tolerance(2e-2, 0.995, 2e-2, 0, 1, 0),
+    "int8": Tolerance(0.3, 0.98, 0.3, 0, 1, 0),
+    "int8_qdq": Tolerance(0.3, 0.98, 0.3, 0, 1, 0),
+}
+
+METRIC_DROP = 0.005  # of a share, or two examples, whichever is more
+METRIC_EXAMPLES = 2
