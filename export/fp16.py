@@ -14,6 +14,7 @@ import onnx
 import onnxruntime
 from onnx import numpy_helper
 from onnxruntime.transformers.float16 import convert_float_to_float16
+from onnxruntime.transformers.onnx_model import OnnxModel
 
 from bertship.errors import CheckFailed
 from bertship.runners import available_threads
@@ -42,6 +43,9 @@ def to_fp16(source: Path, target: Path, rows: Sequence[Row] = ()) -> None:
         graph = convert_float_to_float16(
             model, keep_io_types=True, max_finite_val=FP16_LARGEST, node_block_list=fp32_norms(source, rows)
         )
+    # the converter puts the casts of islands last, and leaves the types from before beside them
+    OnnxModel.graph_topological_sort(graph.graph)
+    del graph.graph.value_info[:]
     onnx.save(graph, target)
     check_graph(target)
 

@@ -121,8 +121,3 @@ PRECISIONS = {
     "int8": Precision("model.int8.onnx", to_int8),
     "int8_qdq": Precision("model.int8.qdq.onnx", to_int8_qdq, narrow=True, calibrated=True, needs_tensorrt=True),
 }
-
-
-def best_for_cpu() -> str:
-    """The precision that serves fastest on this processor."""
-    return "int8" if has_vnni() else "fp32"

@@ -96,7 +96,7 @@ def check_parity(
     graphs = manifest["graphs"]
     check_files(export, manifest, ("task.json", "tokenizer.json", *graphs.values()))
     task, tokenizer = Task.from_file(export / "task.json"), Tokenizer.from_file(export / "tokenizer.json")
-    model = _model_of(export, manifest, task, model_dir)
+    model = model_of(export, manifest, task, model_dir)
     examples = load_examples(task, data or manifest["inputs"].get("data"), "dev", report)
     report(f"PyTorch FP32 on {len(examples) if full else min(len(examples), MAX_EXAMPLES)} examples")
     runner = TorchRunner(model, tokenizer.pad_id)
@@ -134,7 +134,7 @@ def _engines(export: Path, manifest: dict[str, Any], task: Task, engine: str) ->
     return {name: partial(OnnxGpuRunner, export / graphs[name], provider, task.buckets) for name in judged}
 
 
-def _model_of(export: Path, manifest: dict[str, Any], task: Task, given: Path | None) -> HeadedModel:
+def model_of(export: Path, manifest: dict[str, Any], task: Task, given: Path | None) -> HeadedModel:
     """The PyTorch model that the export was made from."""
     inputs = manifest["inputs"]
     model_dir = given or Path(inputs.get("model") or Path(inputs["run"]) / "model")

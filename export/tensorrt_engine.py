@@ -10,9 +10,9 @@ PLAN_MAX_BATCH rows, as the repository's configuration promises.
 
 What was proven, and where: with TensorRT for RTX 1.7, which builds without a GPU, tests show that the graphs parse,
 that their types are consistent, that the profiles are taken and that each layer's attention is fused in each profile.
-TensorRT itself (10.x and 11.x) was not run: the calls used here are those that both it and RTX document, but nothing
-shows that `_device` reads a real driver, that a timing cache is of use (RTX ignores it), that TensorRT names its fused
-attentions alike, what a plan answers or how fast. Triton's TensorRT backend loads plans of TensorRT, not of RTX.
+TensorRT itself (10.x and 11.x) was not run: every name used here was found in the Python bindings of 10.16 and 11.4,
+but nothing shows that a real driver answers, that a timing cache is of use (RTX ignores it), that TensorRT names its
+fused attentions alike, what a plan answers or how fast. Triton's TensorRT backend loads plans of TensorRT, not of RTX.
 """
 
 import contextlib
@@ -37,6 +37,7 @@ from bertship.triton_limits import PLAN_MAX_BATCH
 PLAN = "model.plan"
 MODULES = ("tensorrt", "tensorrt_rtx")  # in order of preference: only the first one's plans are served by Triton
 USUAL_BATCH = 8  # rows that kernels are chosen for
+PROGRESS_S = 1.0  # between two lines of progress
 _FUSED_ATTENTION = re.compile(r"\bName: _gemm_mha_v2_myl(\d+)_\d+, LayerType")  # in the verbose list of layers
 
 Report = Callable[[str], None]
@@ -316,7 +317,7 @@ def _device() -> dict[str, Any]:
 
 
 def _make_monitor(trt: Any, report: Report) -> Any:
-    """Tells how far the build is: one line for each tenth of its outermost phase, and never more than one a second."""
+    """Tells how far the outermost phase of the build is, a line every PROGRESS_S at most."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -330,7 +331,7 @@ def _make_monitor(trt: Any, report: Report) -> Any:
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             total = self._steps.get(phase_name)
-            if total and time.monotonic() - self._said >= 1:
+            if total and time.monotonic() - self._said >= PROGRESS_S:
                 report(f"building: {phase_name}, {step} of {total}")
                 self._said = time.monotonic()
             return True  # go on

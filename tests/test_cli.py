@@ -20,6 +20,8 @@ COMMANDS = [
     "finetune",
     "evaluate",
     "export",
+    "parity",
+    "plan",
     "repository",
     "serve",
     "stop",

@@ -14,8 +14,10 @@ from bertship import artifacts
 from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import from_export
 from bertship.runners import OnnxRunner
-from export import onnx_graph, publish, stages
+from export import machine, onnx_graph, publish, stages
 from export.onnx_graph import export_onnx
+from export.source import from_run
+from export.tolerances import TOLERANCES
 from serving.repository import render
 
 
@@ -134,9 +136,19 @@ def test_what_is_up_to_date_is_not_made_again(quick, tmp_path, monkeypatch):
     OnnxRunner(out / "model.onnx")
     again = stages.make_export(quick, out, ["fp32", "fp16"], None, lines.append)
     assert set(again["graphs"]) == {"fp32", "fp16"}
-    monkeypatch.setattr(publish, "best_for_cpu", lambda: "fp16")  # a processor for which another one is best
-    moved = stages.make_export(quick, out, ["fp32", "fp16"], None, lines.append)
-    assert (again["serve"], moved["serve"]) == ("fp32", "fp16")
+    vnni = machine.find_machine().vnni
+    monkeypatch.setattr(stages, "find_machine", lambda: machine.Machine(not vnni))  # for which another one may be best
+    stages.make_export(quick, out, ["fp32", "fp16"], None, lines.append)
+    assert lines[-1] != f"{out} is up to date"
+
+
+@pytest.mark.parametrize("vnni", [True, False])
+def test_the_served_precision_is_the_best_of_those_that_passed(quick, tmp_path, vnni):
+    found = machine.Machine(vnni)
+    arguments = (from_run(quick), tmp_path / "export", ["fp32", "fp16", "int8"], make_examples("sentence"), silent)
+    manifest = publish.export_source(*arguments, machine=found)
+    assert manifest["serve"] == manifest["best"]["precision"] == ("int8" if vnni else "fp32")
+    assert manifest["best"]["engine"] == "onnxruntime cpu" and "VNNI" in manifest["best"]["why"]
 
 
 def test_auto_keeps_what_passes_and_says_what_does_not(quick, tmp_path, monkeypatch):
@@ -154,7 +166,7 @@ def test_auto_keeps_what_passes_and_says_what_does_not(quick, tmp_path, monkeypa
     assert manifest["refused"] == {"int8": "int8: spoilt on purpose"}
     assert any("WARNING" in line and "int8" in line for line in said)
     assert not (out / "model.int8.onnx").exists()
-    monkeypatch.setitem(publish.PRECISIONS, "fp16", dataclasses.replace(publish.PRECISIONS["fp16"], max_difference=0))
+    monkeypatch.setitem(TOLERANCES, "fp16", dataclasses.replace(TOLERANCES["fp16"], max_difference=0))
     manifest = publish.export_run(quick, out, ["fp32", "fp16"], examples, said.append, lenient=True)
     assert list(manifest["graphs"]) == ["fp32"] and not (out / "model.fp16.onnx").exists()
 

@@ -10,9 +10,13 @@ import types
 import numpy as np
 import onnx
 import pytest
+import torch
+from fake_tensorrt import FakeCuda
 from onnx import helper, numpy_helper
 from small_bert import CONFIG, TASKS_BY_HEAD, make_model
+from test_precision import rows_of
 
+from bertship import cuda
 from bertship.errors import InputError
 from bertship.tasks import TASKS, Task
 from bertship.triton_limits import PLAN_MAX_BATCH
@@ -20,7 +24,9 @@ from export import tensorrt_engine
 from export.fp16 import to_fp16
 from export.onnx_graph import export_onnx
 from export.precision import to_int8
+from export.qdq import to_int8_qdq
 from export.tensorrt_engine import Shapes, build_engine, check_fp16, find_tensorrt, profiles_of
+from train.heads import HEADS
 
 LAYERS = 2
 WIDER = CONFIG.model_copy(update={"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS})
@@ -178,37 +184,100 @@ def test_without_a_module_or_a_driver_one_line_says_so(monkeypatch):
         tensorrt_engine._device()
 
 
-def test_the_device_is_what_the_driver_says(monkeypatch):
-    """A stand-in driver: the calls, their order and how they are read; not a real GPU."""
-
-    def put(value):
-        def call(target, *rest):
-            target._obj.value = value[rest[0]] if isinstance(value, dict) else value
-            return 0
-
-        return call
-
-    def name(buffer, length, device):
-        buffer.value = b"NVIDIA H200"
-        return 0
-
-    cuda = types.SimpleNamespace(
-        cuInit=lambda flags: 0,
-        cuDriverGetVersion=put(12080),
-        cuDeviceGet=put({0: 0}),
-        cuDeviceGetName=name,
-        cuDeviceGetAttribute=put({75: 9, 76: 0}),
-    )
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: cuda)
+def test_the_device_goes_into_the_facts(monkeypatch):
+    """A stand-in driver: not a real GPU."""
+    monkeypatch.setattr(cuda, "load_driver", FakeCuda)
     assert tensorrt_engine._device() == {
         "compute_capabilities": ["9.0"],
         "gpu": "NVIDIA H200",
         "driver_cuda": "12.8",
     }
 
-    def cuInit(flags):
-        return 100
 
-    cuda.cuInit = cuInit
-    with pytest.raises(InputError, match=r"no usable GPU here \(cuInit says 100\)"):
-        tensorrt_engine._device()
+@pytest.fixture
+def full(rtx, monkeypatch):
+    """TensorRT's own path, with the builder of RTX behind its name and a stand-in GPU: the calls, not the library."""
+    monkeypatch.setattr(cuda, "load_driver", FakeCuda)
+
+    class Builder(rtx.Builder):
+        def create_builder_config(self):
+            config = super().create_builder_config()
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(rtx.ComputeCapability.SM86, 0)
+            return config
+
+    return types.SimpleNamespace(**vars(rtx) | {"__name__": "tensorrt", "__version__": "10.16.1", "Builder": Builder})
+
+
+def test_full_tensorrt_builds_for_the_gpu_that_is_there_and_says_which(full, graphs, tmp_path):
+    task = TASKS_BY_HEAD["span"]
+    facts = build_engine(graphs["span"][1], tmp_path / "model.plan", task, full)
+    assert (facts["module"], facts["version"], facts["gpu"]) == ("tensorrt", "10.16.1", "NVIDIA H200")
+    assert facts["compute_capabilities"] == ["9.0"]
+    assert facts["fused_attentions"] == [LAYERS] * len(task.buckets)
+    assert {"driver_cuda", "profiles", "sha256", "graph", "workspace_mib"} <= set(facts)
+
+
+def test_progress_is_told_while_it_builds(rtx):
+    said, clock = [], iter(range(0, 1000, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensorrt_engine.time, "monotonic", lambda: next(clock))
+        monitor = tensorrt_engine._make_monitor(rtx, said.append)
+        monitor.phase_start("Building", None, 10)
+        monitor.phase_start("Tactics", "Building", 500)
+        assert monitor.step_complete("Tactics", 7) and monitor.step_complete("Building", 3)
+        monitor.phase_finish("Tactics")
+        monitor.phase_finish("Building")
+        assert monitor.step_complete("Building", 4)
+    assert said == ["building: Building, 3 of 10"]
+
+
+def test_the_monitor_is_in_the_build(rtx, graphs, tmp_path, monkeypatch):
+    seen = []
+    make = tensorrt_engine._make_monitor
+
+    def spying(trt, report):
+        monitor = make(trt, report)
+        seen.append(monitor)
+        return monitor
+
+    monkeypatch.setattr(tensorrt_engine, "_make_monitor", spying)
+    monkeypatch.setattr(tensorrt_engine, "PROGRESS_S", 0)
+    lines = []
+    common = (graphs["sentence"][1], tmp_path / "model.plan", TASKS_BY_HEAD["sentence"], rtx)
+    build_engine(*common, compute_capabilities=TARGETS, report=lines.append)
+    assert len(seen) == 1
+    assert any(line.startswith("building: ") for line in lines)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_every_tasks_graph_builds_with_all_its_profiles(rtx, tmp_path, task):
+    if task.behaviour.needs_labels and not task.labels:
+        task = task.with_labels(("O", "B-X", "I-X"))
+    torch.manual_seed(1)
+    export_onnx(HEADS[task.behaviour.head](WIDER, task.behaviour.width(task)).eval(), tmp_path / "model.onnx")
+    to_fp16(tmp_path / "model.onnx", tmp_path / "model.fp16.onnx")
+    facts = build_engine(tmp_path / "model.fp16.onnx", tmp_path / "model.plan", task, rtx, compute_capabilities=TARGETS)
+    assert facts["fused_attentions"] == [LAYERS] * len(task.buckets)
+    assert [profile["largest"] for profile in facts["profiles"]] == [(PLAN_MAX_BATCH, n) for n in task.buckets]
+
+
+def outliers(head):
+    """A model whose second LayerNorm sees distances that FP16 cannot square."""
+    model = make_model(head, WIDER)
+    with torch.no_grad():
+        model.encoder.blocks[0].attention_norm.weight[3] = 300
+    return model
+
+
+@pytest.mark.parametrize("head", TASKS_BY_HEAD)
+def test_fp32_norms_and_int8_keep_every_attention_fused(rtx, tmp_path, head):
+    task, rows = TASKS_BY_HEAD[head], rows_of((3, 17, 32))
+    export_onnx(outliers(head), tmp_path / "model.onnx")
+    to_fp16(tmp_path / "model.onnx", tmp_path / "model.fp16.onnx", rows)
+    to_int8_qdq(tmp_path / "model.onnx", tmp_path / "model.int8.qdq.onnx", rows)
+    for name, kinds in (("model.fp16.onnx", {"Cast"}), ("model.int8.qdq.onnx", {"Cast", "QuantizeLinear"})):
+        graph = onnx.load(tmp_path / name).graph
+        assert kinds <= {node.op_type for node in graph.node}
+        facts = build_engine(tmp_path / name, tmp_path / "model.plan", task, rtx, compute_capabilities=TARGETS)
+        assert facts["fused_attentions"] == [LAYERS] * len(task.buckets), name
