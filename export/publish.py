@@ -18,7 +18,7 @@ from export.onnx_graph import OPSET, export_onnx
 from export.parity import Parity, reasons_of, rows_of_all_lengths
 from export.plan import PLANS, add_plan, timing_cache_of
 from export.precision import PRECISIONS
-from export.reference import Reference
+from export.reference import Reference, spread
 from export.source import Source, digest_of, from_run
 from train.evaluate import columns_of
 from train.torch_runner import TorchRunner
@@ -30,14 +30,19 @@ Report = Callable[[str], None]
 
 
 def fingerprint_of(
-    source: Source, precisions: Sequence[str], examples: Sequence[Example], lenient: bool, machine: Machine
+    source: Source,
+    precisions: Sequence[str],
+    examples: Sequence[Example],
+    calibration: Sequence[Example],
+    lenient: bool,
+    machine: Machine,
 ) -> str:
     """Changes when anything that the artifacts or their gate depend on does."""
     root = Path(__file__).parents[1]
     core = ("metrics", "pipeline", "runners", "tasks/*", "tokenization")
     model = ("checkpoint", "evaluate", "heads", "model", "torch_runner")
     code = code_digest(root, [*(f"bertship/{n}.py" for n in core), *(f"train/{n}.py" for n in model), "export/*.py"])
-    data = [[dict(e.columns), e.target] for e in examples]
+    data = [[[dict(e.columns), e.target] for e in split] for split in (examples, spread(calibration, CALIBRATION_ROWS))]
     files = [digest_of(source.model_dir), source.task.to_json()]
     return sha256_json([files, sorted(precisions), lenient, data, machine.as_dict(), code])
 
@@ -64,18 +69,19 @@ def export_source(
     lenient: bool = False,
     calibration: Sequence[Example] = (),
     machine: Machine | None = None,
+    data: str | None = None,
 ) -> dict[str, Any]:
     """Export `source` to `out`; `examples` are the gate's texts. Returns the manifest.
 
     Every precision has to pass the gate; where `lenient`, one that does not is left out, with a warning and its reasons
     in the manifest, as long as FP32 passes. `calibration` are texts from which ranges are taken, the gate's own where
     there are none. Where TensorRT and its GPU are, a plan is built and judged too. Raises InputError for an unknown
-    precision, CheckFailed when the gate refuses; then `out` is left as it was.
+    precision, CheckFailed when the gate refuses; then `out` is left as it was. `data` is where the texts are from.
     """
     _check_precisions(precisions)
     machine = machine or find_machine()
     task = source.task
-    fingerprint = fingerprint_of(source, precisions, examples, lenient, machine)
+    fingerprint = fingerprint_of(source, precisions, examples, calibration, lenient, machine)
     runner = TorchRunner(source.model, source.tokenizer.pad_id)
     reference = Reference(task, source.tokenizer, runner, examples)
     rows = _calibration_rows(source, calibration or reference.examples)
@@ -107,7 +113,7 @@ def export_source(
                 "run": str(source.where),
                 "model": str(source.model_dir),
                 "model_files": digest_of(source.model_dir),
-                "data": source.data,
+                "data": data or source.data,
                 "parity_examples": len(reference.examples),
             },
             metrics={"parity": parity},
@@ -129,7 +135,7 @@ def _check_precisions(precisions: Sequence[str]) -> None:
 
 def _calibration_rows(source: Source, examples: Sequence[Example]) -> list[Row]:
     """Rows of all lengths to take ranges from."""
-    columns = columns_of(source.task, examples, annotations=True)
+    columns = columns_of(source.task, spread(examples, CALIBRATION_ROWS), annotations=True)
     encoded = source.task.behaviour.encode(source.task, source.tokenizer, columns)
     return rows_of_all_lengths(encoded.rows, CALIBRATION_ROWS)
 

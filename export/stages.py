@@ -64,16 +64,17 @@ def _make(
         precisions = tuple(name for name, p in PRECISIONS.items() if machine.builds_plans or not p.needs_tensorrt)
     data = data or source.data
     examples = load_examples(source.task, data, "dev", report)
-    if not force and is_current(out, fingerprint_of(source, precisions, examples, lenient, machine)):
-        report(f"{out} is up to date")
-        return read_manifest(out, "export")
     calibration: list[Example] = []
     if any(PRECISIONS[name].calibrated for name in precisions if name in PRECISIONS):
         try:
             calibration = load_examples(source.task, data, "train", report)
         except InputError as error:
             report(f"no training texts to take ranges from ({error}); the gate's own serve")
-    return export_source(source, out, precisions, examples, report, lenient, calibration, machine)
+    fingerprint = fingerprint_of(source, precisions, examples, calibration, lenient, machine)
+    if not force and is_current(out, fingerprint):
+        report(f"{out} is up to date")
+        return read_manifest(out, "export")
+    return export_source(source, out, precisions, examples, report, lenient, calibration, machine, data)
 
 
 def check_parity(

@@ -177,6 +177,8 @@ def spoil(export, change, file="model.onnx"):
 
 @pytest.mark.parametrize("file", ["model.onnx", "model.fp16.onnx"])
 def test_a_departure_exits_1_with_the_layer_and_writes_nothing(export, data, bertship, file):
+    """exp.3: the gate closes, and says where."""
+
     def halve(graph):
         edit(matrices(graph)[8], lambda w: np.multiply(w, 0.5, out=w))  # the second block's values
 

@@ -38,6 +38,7 @@ def feeds_of(batch: int, tokens: int) -> dict[str, np.ndarray]:
 
 
 def test_shapes_unlike_the_traced_one_agree_with_pytorch(exported):
+    """exp.1: nothing is baked in."""
     model, path = exported
     runner, torch_runner = OnnxRunner(path), TorchRunner(model, 0)
     for shape in UNTRACED_SHAPES:
@@ -60,6 +61,7 @@ def test_a_row_of_padding_alone_is_finite_and_changes_no_other(exported):
 
 
 def test_the_graph_states_its_contract(exported):
+    """exp.2: the mask constant is finite in FP16, and the one of PyTorch."""
     model, path = exported
     graph = onnx.load(path)
     assert [opset.version for opset in graph.opset_import if opset.domain == ""] == [OPSET]
@@ -74,6 +76,7 @@ def test_the_graph_states_its_contract(exported):
 
 
 def test_inputs_go_by_name_in_any_order_and_each_of_them_counts(exported):
+    """exp.7"""
     _, path = exported
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     feeds = feeds_of(2, 12)

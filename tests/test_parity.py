@@ -201,6 +201,13 @@ def test_an_input_dropped_closes_the_gate(gate):
     assert "has inputs ['attention_mask', 'input_ids']" in gate("sentence", drop)
 
 
+def test_an_output_too_many_closes_the_gate(gate):
+    def expose(graph):
+        graph.output.append(onnx.ValueInfoProto(name=next(n for n in graph.node if n.op_type == "Softmax").output[0]))
+
+    assert "outputs are ['logits', " in gate("sentence", expose)
+
+
 def test_a_sequence_baked_in_closes_the_gate(gate):
     def bake(graph):
         for tensor in graph.input:

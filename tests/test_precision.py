@@ -81,6 +81,7 @@ def test_int8_holds_every_matrix_of_the_encoder_in_int8(graphs):
 
 @pytest.mark.parametrize("vnni", [True, False])
 def test_a_processor_without_vnni_gets_weights_of_7_bits(graphs, tmp_path, monkeypatch, vnni):
+    """exp.8"""
     monkeypatch.setattr(precision, "has_vnni", lambda: vnni)
     precision.to_int8(graphs["fp32"], tmp_path / "model.int8.onnx")
     nodes = onnx.load(tmp_path / "model.int8.onnx").graph.node

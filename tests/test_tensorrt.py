@@ -12,9 +12,11 @@ import onnx
 import pytest
 import torch
 from fake_tensorrt import FakeCuda
+from google.protobuf import text_format
 from onnx import helper, numpy_helper
 from small_bert import CONFIG, TASKS_BY_HEAD, make_model
 from test_precision import rows_of
+from tritonclient.grpc import model_config_pb2
 
 from bertship import cuda
 from bertship.errors import InputError
@@ -26,6 +28,7 @@ from export.onnx_graph import export_onnx
 from export.precision import to_int8
 from export.qdq import to_int8_qdq
 from export.tensorrt_engine import Shapes, build_engine, check_fp16, find_tensorrt, profiles_of
+from serving.repository import render_files
 from train.heads import HEADS
 
 LAYERS = 2
@@ -169,6 +172,21 @@ def test_profiles_part_the_lengths_among_them_in_the_order_of_the_buckets(task):
     for shapes in profiles:
         assert shapes.smallest[0] == 1
         assert all(a <= b <= c for a, b, c in zip(*shapes, strict=True))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_the_repository_promises_what_the_profiles_hold(task):
+    """exp.4"""
+    files = render_files(task)
+    encode = text_format.Parse(files[f"{task.name}_encode/config.pbtxt"], model_config_pb2.ModelConfig())
+    tokenize = text_format.Parse(files[f"{task.name}_tokenize/config.pbtxt"], model_config_pb2.ModelConfig())
+    profiles = profiles_of(task)
+    assert {shapes.largest[0] for shapes in profiles} == {encode.max_batch_size}
+    assert int(tokenize.parameters["max_rows"].string_value) <= encode.max_batch_size
+    padded_to = [int(length) for length in tokenize.parameters["pad_to"].string_value.split(",")]
+    assert [shapes.largest[1] for shapes in profiles] == padded_to
+    assert list(encode.instance_group[0].profile) == [str(i) for i in range(len(profiles))]
+    assert profiles[0].smallest == (1, 1)
 
 
 def test_without_a_module_or_a_driver_one_line_says_so(monkeypatch):

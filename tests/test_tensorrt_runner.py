@@ -83,6 +83,19 @@ def test_a_batch_that_fits_no_profile_is_refused_with_what_there_is(made):
         open_plan(made)([long])
 
 
+def test_the_shortest_texts_fit_the_smallest_profile(made):
+    """exp.5: `""` and "hi", and a row alone has the answer that it has in a batch."""
+    _, task, _, folder, _ = made
+    columns = {name: ["", "hi"] for name in task.behaviour.inputs}
+    rows = task.behaviour.encode(task, TOKENIZER, columns).rows
+    wanted = OnnxRunner(folder / "model.fp16.onnx", threads=1)(rows)
+    runner = open_plan(made)
+    for name, values in runner(rows).items():
+        for row, value, expected in zip(rows, values, wanted[name], strict=True):
+            np.testing.assert_allclose(value, expected, atol=2e-2 * np.abs(expected).max())
+            np.testing.assert_allclose(runner([row])[name][0], value, atol=2e-2 * np.abs(value).max())
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -94,6 +107,7 @@ def test_a_batch_that_fits_no_profile_is_refused_with_what_there_is(made):
     ],
 )
 def test_a_plan_of_another_machine_is_refused_with_the_command(made, change, says):
+    """exp.6"""
     with pytest.raises(InputError, match=says) as caught:
         open_plan(made, **change)
     assert "bertship plan" in str(caught.value) and "\n" not in str(caught.value)
