@@ -121,7 +121,7 @@ plan: $(if $(CONTAINER),,$(RUN_STAMP)) ## TASK's TensorRT plan, on the GPU's mac
 	@$(if $(CONTAINER),export/container.sh $(call quoted,$(CONTAINER)) export bertship,$(BERTSHIP)) plan runs/export/$(call quoted,$(basename $(notdir $(TASK))))
 
 gpu-check: $(if $(CONTAINER),,$(RUN_STAMP)) ## What only a GPU can show, in at most 8 minutes (CONTAINER=image)
-	@$(if $(CONTAINER),export/container.sh $(call quoted,$(CONTAINER)) train$(comma)export$(comma)serve python3,.venv/bin/python) -m benchmarks.gpu_check --export runs/export/$(call quoted,$(basename $(notdir $(TASK))))
+	@$(if $(CONTAINER),GPU_RUNTIME=1 export/container.sh $(call quoted,$(CONTAINER)) train$(comma)export$(comma)serve python3,.venv/bin/python) -m benchmarks.gpu_check --export runs/export/$(call quoted,$(basename $(notdir $(TASK))))
 
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 
 from bertship.artifacts import read_manifest, versions
 from bertship.cuda import find_device
@@ -273,6 +274,9 @@ def check_export(steps: Steps, machine: Machine, export: Path | None, folder: Pa
 
 def check_provider(export: Path, provider: str) -> str:
     """The export's FP16 graph on a GPU provider against FP32 on the CPU, at every bucket."""
+    offered = onnxruntime.get_available_providers()
+    if PROVIDERS[provider] not in offered:
+        raise Skip(f"this ONNX Runtime has {', '.join(offered)}; install onnxruntime-gpu in place of onnxruntime")
     graphs = read_manifest(export, "export")["graphs"]
     if "fp16" not in graphs:
         raise Skip(f"{export} has no FP16 graph")

@@ -107,6 +107,9 @@ def make_plans(
             plan = staging / facts["file"]
             kept[plan.name] = {"bytes": plan.stat().st_size, "sha256": sha256_file(plan)}
         parity = [result.as_dict() for result in results]
+        if "fp16" in plans:
+            why = f"TensorRT {plans['fp16']['version']} built a plan for {plans['fp16']['gpu']}"
+            manifest["best"] = {"precision": "fp16", "engine": "tensorrt", "why": why}
         manifest |= {"plans": plans, "plan_parity": parity, "files": dict(sorted(kept.items()))}
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    return manifest
+    return read_manifest(export)

@@ -2,20 +2,22 @@
 
 Scales are static, one for each activation tensor and one for each column of a weight, and symmetric, as TensorRT asks.
 They come from real text. A BERT's activations have outliers in a few channels, which would take the others' precision;
-so each channel is first divided by a factor that its weights take over (SmoothQuant, Xiao et al. 2023, equation 4).
-Attention between tokens, LayerNorm, embeddings and heads of few labels stay in FP16, and attention stays fused.
+so each channel is first divided by a factor that its weights take over (SmoothQuant, Xiao et al. 2023, equation 4). How
+much of the difficulty the weights take is chosen for each layer by what the layer then gives for real tokens; a layer
+that no choice brings near enough stays in FP16, as one with a token far beyond all others does. So do attention between
+tokens, LayerNorm, embeddings and heads of few labels, and attention stays fused.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 import onnxruntime
 from onnx import helper, numpy_helper, version_converter
 
-from bertship.errors import InputError
+from bertship.errors import CheckFailed, InputError
 from bertship.runners import available_threads
 from bertship.tokenization import Row, pad
 from export.fp16 import to_fp16
@@ -24,7 +26,9 @@ from export.onnx_graph import check_graph, quiet
 OPSET = 20  # the graph's: FP16 scales came with 19
 NARROWEST_INT8 = 32  # columns: a head of few labels has little to gain and most to lose
 LARGEST = 127
-MIGRATION = 0.5  # alpha of SmoothQuant: how much of the difficulty goes to the weights
+MIGRATIONS = (0.5, 0.65, 0.8, 0.95)  # alpha of SmoothQuant: the share of the difficulty that goes to the weights
+LARGEST_ERROR = 0.04  # of a layer's output, as a share of it, for the token in the middle
+SAMPLED_TOKENS = 512
 SMALLEST_SCALE = float(np.finfo(np.float16).tiny)
 
 
@@ -39,8 +43,15 @@ def linear_layers(graph: Any) -> dict[str, list[Any]]:
     return found
 
 
-def calibrate(source: Path, rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """The largest magnitude of each channel of each linear layer's input over `rows`, float32 [K], by tensor."""
+class Range(NamedTuple):
+    """What real text puts into a linear layer: each channel's largest magnitude, float32 [K], and tokens [T, K]."""
+
+    largest: np.ndarray
+    tokens: np.ndarray
+
+
+def calibrate(source: Path, rows: Sequence[Row]) -> dict[str, Range]:
+    """The range of each linear layer's input over `rows`, by tensor; tokens are drawn evenly from all rows."""
     model = onnx.load(source)
     names = list(linear_layers(model.graph))
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
@@ -48,24 +59,32 @@ def calibrate(source: Path, rows: Sequence[Row]) -> dict[str, np.ndarray]:
     options.log_severity_level = 3
     options.intra_op_num_threads = available_threads()
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    most = -(-SAMPLED_TOKENS // len(rows))
     largest: dict[str, np.ndarray] = {}
+    tokens: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for row in rows:
+        chosen = rng.permutation(len(row))[:most]
         for name, x in zip(names, session.run(names, pad([row], 0)), strict=True):
-            of_row = np.abs(x).reshape(-1, x.shape[-1]).max(axis=0)
+            x_SK = x.reshape(-1, x.shape[-1])
+            of_row = np.abs(x_SK).max(axis=0)
             largest[name] = np.maximum(largest.get(name, of_row), of_row)
-    return largest
+            tokens[name].append(x_SK[chosen])
+    return {name: Range(largest[name], np.concatenate(tokens[name])) for name in names}
 
 
 def to_int8_qdq(source: Path, target: Path, rows: Sequence[Row]) -> None:
     """The FP32 graph at `source` as an INT8 graph for TensorRT; `rows` are real text to take the ranges from.
 
-    Raises InputError without rows, CheckFailed for weights that FP16 cannot hold.
+    Raises InputError without rows, CheckFailed for weights that FP16 cannot hold, or where no layer bears INT8.
     """
     if not rows:
         raise InputError("INT8 for TensorRT takes its scales from real text; none was given")
-    largest = calibrate(source, rows)
+    ranges = calibrate(source, rows)
     model = onnx.load(source)
-    weights, scales = _smooth(model.graph, largest)
+    weights, scales = _smooth(model.graph, ranges)
+    if not weights:
+        raise CheckFailed(f"no layer of {source.name} bears INT8 with fixed scales; take fp16")
     onnx.save(model, target)
     to_fp16(target, target, rows)
     with quiet():
@@ -75,8 +94,42 @@ def to_int8_qdq(source: Path, target: Path, rows: Sequence[Row]) -> None:
     check_graph(target)
 
 
-def _smooth(graph: Any, largest: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Divide each linear layer's input by a factor a channel and multiply its weights, in place.
+def smoothing_of(found: Range, matrices: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
+    """The best factor for each channel, float32 [K], and the error that the layers' outputs then have.
+
+    The error is that of the token in the middle, as a share of its output: one token far beyond the others, whose own
+    output INT8 keeps well, would hide what it costs them.
+    """
+    of_weights = np.max([np.abs(matrix).max(axis=1) for matrix in matrices], axis=0)
+    # a channel that is all but silent would get a factor beyond any type
+    activity = np.maximum(found.largest, found.largest.max() * 1e-3)
+    strength = np.maximum(of_weights, of_weights.max() * 1e-3)
+    best = (np.ones_like(activity), np.inf)
+    for migration in MIGRATIONS:
+        factor = (activity**migration / strength ** (1 - migration)).astype(np.float32)
+        scale = float((found.largest / factor).max()) / LARGEST
+        rounded = np.clip(np.rint(found.tokens / factor / scale), -LARGEST, LARGEST) * scale
+        errors = []
+        for matrix in matrices:
+            wanted = found.tokens @ matrix
+            integers, columns = integers_of(matrix * factor[:, None])
+            got = rounded @ (integers * columns.astype(np.float32))
+            lost = np.linalg.norm(got - wanted, axis=1) / np.maximum(np.linalg.norm(wanted, axis=1), 1e-9)
+            errors.append(float(np.median(lost)))
+        if max(errors) < best[1]:
+            best = (factor, max(errors))
+    return best
+
+
+def integers_of(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A weight as int8 [K, N], and the scale of each column, float16 [N]."""
+    columns = np.maximum(np.abs(matrix).max(axis=0) / LARGEST, SMALLEST_SCALE).astype(np.float16)
+    integers = np.clip(np.rint(matrix / columns.astype(np.float32)), -LARGEST, LARGEST)
+    return integers.astype(np.int8), columns
+
+
+def _smooth(graph: Any, ranges: dict[str, Range]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Divide the input of each layer that bears INT8 by a factor a channel and multiply its weights, in place.
 
     Returns the new weights by name and each input's scale by its new name.
     """
@@ -85,15 +138,13 @@ def _smooth(graph: Any, largest: dict[str, np.ndarray]) -> tuple[dict[str, np.nd
     scales: dict[str, float] = {}
     for x, nodes in linear_layers(graph).items():
         matrices = [numpy_helper.to_array(constants[node.input[1]]) for node in nodes]
-        of_weights = np.max([np.abs(matrix).max(axis=1) for matrix in matrices], axis=0)
-        # a channel that is all but silent would get a factor beyond any type
-        activity = np.maximum(largest[x], largest[x].max() * 1e-3)
-        strength = np.maximum(of_weights, of_weights.max() * 1e-3)
-        factor = (activity**MIGRATION / strength ** (1 - MIGRATION)).astype(np.float32)
+        factor, error = smoothing_of(ranges[x], matrices)
+        if error > LARGEST_ERROR:
+            continue
         graph.initializer.append(numpy_helper.from_array(1 / factor, f"{x}_smoothing"))
         smooth = helper.make_node("Mul", [x, f"{x}_smoothing"], [f"{x}_smooth"], name=f"smooth_{x}")
         graph.node.insert(list(graph.node).index(nodes[0]), smooth)
-        scales[f"{x}_smooth"] = float((largest[x] / factor).max()) / LARGEST
+        scales[f"{x}_smooth"] = float((ranges[x].largest / factor).max()) / LARGEST
         for node, matrix in zip(nodes, matrices, strict=True):
             node.input[0] = f"{x}_smooth"
             weights[node.input[1]] = matrix * factor[:, None]
@@ -119,8 +170,7 @@ def _quantize(graph: Any, weights: dict[str, np.ndarray], scales: dict[str, floa
                 added.append(numpy_helper.from_array(np.array(scale), f"{x}_scale"))
                 add("QuantizeLinear", [x, f"{x}_scale", "int8_zero"], f"{x}_int8")
                 add("DequantizeLinear", [f"{x}_int8", f"{x}_scale", "int8_zero"], f"{x}_rounded")
-            columns = np.maximum(np.abs(weights[name]).max(axis=0) / LARGEST, SMALLEST_SCALE).astype(np.float16)
-            integers = np.clip(np.rint(weights[name] / columns.astype(np.float32)), -LARGEST, LARGEST).astype(np.int8)
+            integers, columns = integers_of(weights[name])
             zeros = np.zeros(len(columns), np.int8)
             for suffix, array in (("int8", integers), ("scale", columns), ("zero", zeros)):
                 added.append(numpy_helper.from_array(array, f"{name}_{suffix}"))

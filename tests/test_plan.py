@@ -2,6 +2,9 @@
 
 import functools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from fake_tensorrt import FakeCuda, fake_tensorrt, write_plan
@@ -17,6 +20,7 @@ from export.plan import PLANS, make_plans
 from export.source import from_run
 from export.tensorrt_engine import profiles_of
 
+ROOT = Path(__file__).parents[1]
 GPU = Machine(True, "NVIDIA H200", "9.0", "10.16.1.11")
 
 
@@ -81,6 +85,7 @@ def test_plans_are_added_to_an_export_that_was_made_elsewhere(export, builder):
     manifest = make_plans(out, silent, 512, trt=fake_tensorrt(), cuda=FakeCuda())
     assert manifest == artifacts.read_manifest(out, "export")
     assert manifest["plans"]["fp16"]["file"] == PLANS["fp16"] == "model.plan"
+    assert manifest["best"]["engine"] == "tensorrt" and "NVIDIA H200" in manifest["best"]["why"]
     assert set(manifest["files"]) == set(before["files"]) | {"model.plan"}
     assert artifacts.is_current(out, before["fingerprint"])  # `bertship export` keeps it
     assert [facts["largest"][1] for facts in manifest["plans"]["fp16"]["profiles"]] == list(task.buckets)
@@ -91,6 +96,13 @@ def test_plans_are_added_to_an_export_that_was_made_elsewhere(export, builder):
     assert cache is not None and cache.parent == out.parent  # not in the export: it is no artifact
     runner = TensorRTRunner(out / "model.plan", manifest["plans"]["fp16"], trt=fake_tensorrt(), cuda=FakeCuda())
     runner.warm_up([1, task.max_tokens])
+
+
+def test_building_plans_takes_no_pytorch():
+    """NVIDIA's TensorRT image has none."""
+    code = "import sys; sys.modules['torch'] = None; import export.plan, bertship.cli; print('fine')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "fine\n", done.stderr
 
 
 def test_a_plan_that_departs_is_not_published(export, builder):
@@ -144,5 +156,5 @@ def test_an_export_on_the_gpus_machine_brings_its_plan(tmp_path, builder, monkey
     assert any("WARNING" in line and "model.plan" in line for line in said) is departs
 
 
-def _open(trt, cuda, path, facts, rebuild="bertship plan EXPORT_DIR", **given):
-    return TensorRTRunner(path, facts, rebuild, trt=trt, cuda=cuda)
+def _open(module, driver, path, facts, rebuild="bertship plan EXPORT_DIR", **given):
+    return TensorRTRunner(path, facts, rebuild, trt=module, cuda=driver)

@@ -8,13 +8,14 @@ from small_bert import CONFIG, TASKS_BY_HEAD, make_model
 from test_onnx_graph import feeds_of
 from test_precision import constants_of, rows_of
 
-from bertship.errors import InputError
+from bertship.errors import CheckFailed, InputError
 from bertship.runners import OnnxRunner
-from export import fp16
+from export import fp16, qdq
 from export.fp16 import deviations, fp32_norms, to_fp16
 from export.onnx_graph import export_onnx
 from export.parity import check_shapes
 from export.qdq import calibrate, linear_layers, to_int8_qdq
+from export.tolerances import TOLERANCES
 
 ROWS = rows_of((1, 4, 9, 17, 32, 48))
 
@@ -57,7 +58,7 @@ def test_int8_runs_at_any_shape_and_stays_near_fp32(graphs):
     feeds = feeds_of(3, 20)
     for got, wanted in zip(runner.run(feeds), OnnxRunner(source).run(feeds), strict=True):
         assert got.dtype == np.float32
-        assert 0 < np.abs(got - wanted).max() < 0.1 * np.abs(wanted).max()
+        assert 0 < np.abs(got - wanted).max() < TOLERANCES["int8_qdq"].max_difference * np.abs(wanted).max()
 
 
 def test_a_row_does_not_change_with_its_neighbours(graphs):
@@ -74,10 +75,28 @@ def test_ranges_are_the_largest_of_each_channel_over_all_rows(graphs):
     both, first = calibrate(source, ROWS), calibrate(source, ROWS[:1])
     graph = onnx.load(source).graph
     assert set(both) == set(linear_layers(graph))
-    assert all((both[name] >= first[name]).all() for name in both)
-    assert any((both[name] > first[name]).any() for name in both)
-    widths = {len(values) for values in both.values()}
+    assert all((both[name].largest >= first[name].largest).all() for name in both)
+    assert any((both[name].largest > first[name].largest).any() for name in both)
+    assert all((np.abs(values.tokens) <= values.largest).all() for values in both.values())
+    widths = {len(values.largest) for values in both.values()}
     assert widths == {CONFIG.hidden_size, CONFIG.intermediate_size}
+
+
+def test_a_layer_that_one_token_spoils_for_the_others_stays_in_fp16(graphs, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    tokens, matrix = rng.normal(size=(64, 32)).astype(np.float32), rng.normal(size=(32, 48)).astype(np.float32)
+    calm = qdq.Range(np.abs(tokens).max(axis=0), tokens)
+    assert qdq.smoothing_of(calm, [matrix])[1] < qdq.LARGEST_ERROR
+    tokens[5] *= 1000  # in every channel: no factor a channel can help
+    wild = qdq.Range(np.abs(tokens).max(axis=0), tokens)
+    assert qdq.smoothing_of(wild, [matrix])[1] > 0.5
+    tokens[5] /= 1000
+    tokens[:, 3] *= 1000  # in one channel: that is what the factors are for
+    channel = qdq.Range(np.abs(tokens).max(axis=0), tokens)
+    assert qdq.smoothing_of(channel, [matrix])[1] < qdq.LARGEST_ERROR
+    monkeypatch.setattr(qdq, "LARGEST_ERROR", 0.0)
+    with pytest.raises(CheckFailed, match=r"no layer of model\.onnx bears INT8"):
+        to_int8_qdq(graphs[0], tmp_path / "qdq.onnx", ROWS)
 
 
 def test_int8_needs_text(graphs, tmp_path):

@@ -23,7 +23,7 @@ from bertship.errors import InputError
 from bertship.tasks import TASKS, Task
 from bertship.triton_limits import PLAN_MAX_BATCH
 from export import tensorrt_engine
-from export.fp16 import to_fp16
+from export.fp16 import NORM, fp32_norms, to_fp16
 from export.onnx_graph import export_onnx
 from export.precision import to_int8
 from export.qdq import to_int8_qdq
@@ -294,8 +294,10 @@ def test_fp32_norms_and_int8_keep_every_attention_fused(rtx, tmp_path, head):
     export_onnx(outliers(head), tmp_path / "model.onnx")
     to_fp16(tmp_path / "model.onnx", tmp_path / "model.fp16.onnx", rows)
     to_int8_qdq(tmp_path / "model.onnx", tmp_path / "model.int8.qdq.onnx", rows)
-    for name, kinds in (("model.fp16.onnx", {"Cast"}), ("model.int8.qdq.onnx", {"Cast", "QuantizeLinear"})):
-        graph = onnx.load(tmp_path / name).graph
-        assert kinds <= {node.op_type for node in graph.node}
+    assert fp32_norms(tmp_path / "model.onnx", rows)
+    for name, quantized in (("model.fp16.onnx", 0), ("model.int8.qdq.onnx", 4 * LAYERS)):  # query, key, value share one
+        nodes = onnx.load(tmp_path / name).graph.node
+        assert sum(node.op_type == "QuantizeLinear" for node in nodes) == quantized
+        assert any(node.op_type == NORM and node.input[0].endswith("_cast_to_fp32") for node in nodes)
         facts = build_engine(tmp_path / name, tmp_path / "model.plan", task, rtx, compute_capabilities=TARGETS)
         assert facts["fused_attentions"] == [LAYERS] * len(task.buckets), name
