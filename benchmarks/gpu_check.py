@@ -102,6 +102,10 @@ class Machine:
             raise Skip("there is no TensorRT")
 
 
+def load(name: str) -> Any:
+    return importlib.import_module(name)
+
+
 def report(line: str) -> None:
     print(f"    {line}", flush=True)
 
@@ -198,7 +202,7 @@ def check(export: Path | None, limit_s: float = LIMIT_S) -> Steps:
 
     def find_tensorrt() -> str:
         try:
-            machine.trt = importlib.import_module("tensorrt")
+            machine.trt = load("tensorrt")
         except ImportError:
             raise Skip("the Python package tensorrt is not installed") from None
         return f"TensorRT {machine.trt.__version__}"
@@ -220,7 +224,7 @@ def check(export: Path | None, limit_s: float = LIMIT_S) -> Steps:
 
 def build_rtx(folder: Path) -> str:
     try:
-        rtx = importlib.import_module("tensorrt_rtx")
+        rtx = load("tensorrt_rtx")
     except ImportError:
         raise Skip("the package tensorrt-rtx-cu12 is not installed") from None
     task = get_task("squad")

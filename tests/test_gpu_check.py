@@ -1,6 +1,5 @@
 """benchmarks/gpu_check.py: without a GPU it ends well and claims nothing; with stand-ins each step's code runs."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -48,6 +47,7 @@ def build(graph, target, task, trt=None, **more):
         "bytes": target.stat().st_size,
         "version": "10.16.1.11",
         "compute_capabilities": ["9.0"],
+        "gpu": "NVIDIA H200",
         "outputs": [spec.name for spec in task.behaviour.logits(task)],
         "profiles": [shapes._asdict() for shapes in profiles_of(task)],
         "fused_attentions": [2, 2],
@@ -58,11 +58,7 @@ def build(graph, target, task, trt=None, **more):
 @pytest.fixture
 def pretended(quick, monkeypatch):
     """A GPU and TensorRT that are stand-ins."""
-    load = importlib.import_module
-    fake = fake_tensorrt()
-    monkeypatch.setattr(
-        gpu_check.importlib, "import_module", lambda name, *rest: fake if name == "tensorrt" else load(name, *rest)
-    )
+    monkeypatch.setattr(gpu_check, "load", lambda name: fake_tensorrt())
     monkeypatch.setattr(cuda, "load_driver", FakeCuda)
     monkeypatch.setattr(gpu_check, "build_engine", build)
     monkeypatch.setattr(plan, "build_engine", build)
