@@ -27,7 +27,7 @@ OPSET = 20  # the graph's: FP16 scales came with 19
 NARROWEST_INT8 = 32  # columns: a head of few labels has little to gain and most to lose
 LARGEST = 127
 MIGRATIONS = (0.5, 0.65, 0.8, 0.95)  # alpha of SmoothQuant: the share of the difficulty that goes to the weights
-LARGEST_ERROR = 0.04  # of a layer's output, as a share of it, for the token in the middle
+LARGEST_ERROR = 0.02  # of a layer's output, as a share of it, for the token in the middle
 SAMPLED_TOKENS = 512
 SMALLEST_SCALE = float(np.finfo(np.float16).tiny)
 
