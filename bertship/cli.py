@@ -31,6 +31,7 @@ for _command in (
     exporting.predict,
     serving.repository,
     serving.serve,
+    serving.health,
     serving.stop,
     serving.ask,
     serving.bench,

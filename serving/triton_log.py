@@ -45,6 +45,13 @@ def failure(log: str) -> str:
     return ""
 
 
+def complaints(log: str) -> Iterator[tuple[str, str]]:
+    """The log's warnings and errors, in one line each: level ("warning", "error") and text."""
+    for level, text in _messages(log):
+        if level in "WE" and not any(noise in text for noise in _NOISE):
+            yield {"W": "warning", "E": "error"}[level], _one_line(text)
+
+
 def listens(log: str) -> bool:
     """Whether the server has opened its HTTP port, which it does after the gRPC one.
 

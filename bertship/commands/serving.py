@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +31,8 @@ from bertship.commands.options import (
 )
 from bertship.console import load, read_samples, report, show
 from bertship.errors import InputError, ServerUnavailable
+
+LOCAL = "127.0.0.1"
 
 
 def repository(
@@ -60,33 +64,79 @@ def serve(
     http_port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535)] = 8001,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535)] = 8002,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 opens it to other machines.")] = LOCAL,
+    trace: Annotated[bool, typer.Option("--trace", help="Time stamps of each step, in RUNS/serve/trace.json.")] = False,
+    trace_rate: Annotated[int, typer.Option(min=1, help="With --trace: of one in so many requests.")] = 1,
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running; `bertship stop` stops it.")] = False,
 ) -> None:
-    """Start Triton on the repository.
+    """Start Triton on the repository and keep it answering.
 
-    Returns, or with --detach leaves the server running, once every model is ready.
+    Says where, once every model is ready and warm; starts again what crashes; stops in order on SIGTERM and Ctrl-C.
+    With --detach all of that goes on in the background.
     """
     ready = load("serving.repository:ready_models")(target)
-    ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
-    triton = load("serving.environment:prepare")(report)
-    if detach:
-        state = load("serving.detached:start_detached")(target, runs / "serve", models=ready, triton=triton, **ports)
-        show(state, [f"ready: {', '.join(_tasks(ready))} at {state['http_url']} and {state['grpc_url']} (gRPC)"])
-        return
-    with load("serving.server:TritonServer")(triton) as server:
-        server.start(target, models=ready, log_path=runs / "serve" / "triton.log", **ports)
-        show(
-            {"http_url": server.http_url, "grpc_url": server.grpc_url, "models": ready},
-            [f"ready: {', '.join(_tasks(ready))} at {server.http_url} and {server.grpc_url} (gRPC); Ctrl-C stops it"],
-        )
+    options = {"models": ready, "host": host, "http_port": http_port, "grpc_port": grpc_port}
+    options |= {"metrics_port": metrics_port, "triton": load("serving.environment:prepare")(report)}
+    if trace:
+        options |= {"trace_path": runs / "serve" / "trace.json", "trace_rate": trace_rate}
+
+    def say_ready(state: dict[str, Any]) -> None:
+        lines = [f"ready: {', '.join(_tasks(ready))} at {state['http_url']} and {state['grpc_url']} (gRPC)"]
+        lines += [f"metrics at {state['metrics_url']}, log in {state['events']}"]
+        show(state, lines)
         sys.stdout.flush()
-        with contextlib.suppress(KeyboardInterrupt):  # how a server in the foreground is stopped
-            server.wait()
-            raise ServerUnavailable(f"the server has ended by itself; its log is {runs / 'serve' / 'triton.log'}")
+
+    if detach:
+        say_ready(load("serving.detached:start_detached")(target, runs / "serve", **options))
+        return
+    with stopped_in_order():
+        load("serving.keeper:keep")(target, runs / "serve", ready=say_ready, say=report, **options)
+
+
+@contextlib.contextmanager
+def stopped_in_order() -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the block in order, and that is no failure."""
+
+    class Stopped(BaseException):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except (Stopped, KeyboardInterrupt):
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def health(
+    url: Annotated[str, typer.Option("--url", help="http://HOST:PORT")] = URL,
+    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task; without it, all of them.")] = None,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="For each task's answer.")] = 5.0,
+) -> None:
+    """Whether a server answers: one inference a task.
+
+    A probe for whoever watches a server: exit 0 where every task answers, else 1.
+    """
+    from bertship.health import check, lines
+
+    try:
+        results = check(url, task or (), timeout_s)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    healthy = all(result.ok for result in results)
+    tasks = {result.task: {"problem": result.problem, "seconds": result.seconds} for result in results}
+    show({"healthy": healthy, "url": url, "tasks": tasks}, lines(results))
+    if not healthy:
+        problems = "; ".join(f"{result.task} {result.problem}".strip() for result in results if not result.ok)
+        raise ServerUnavailable(f"{url} is not healthy: {problems}")
 
 
 def stop(runs: RunsOption = RUNS) -> None:
-    """Stop what `serve --detach` started."""
+    """Stop what `serve` started: running requests are answered first."""
     stopped = load("serving.detached:stop_detached")(runs / "serve")
     show({"stopped": stopped}, ["stopped" if stopped else "no server was running"])
 
