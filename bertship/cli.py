@@ -32,6 +32,7 @@ for _command in (
     serving.repository,
     serving.serve,
     serving.health,
+    serving.deploy,
     serving.stop,
     serving.ask,
     serving.bench,

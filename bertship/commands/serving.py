@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -135,6 +136,41 @@ def health(
         raise ServerUnavailable(f"{url} is not healthy: {problems}")
 
 
+def deploy(
+    export: Annotated[Path | None, typer.Argument(help="A directory that `bertship export` wrote.")] = None,
+    task: Annotated[str, typer.Option("--task", "-t", help="With --rollback: the task.")] = "sst2",
+    rollback: Annotated[bool, typer.Option("--rollback", help="Serve the version before again.")] = False,
+    precision: PrecisionOption = "auto",
+    target: Annotated[Path | None, typer.Option("--repository", help="The server's own, where not given.")] = None,
+    runs: RunsOption = RUNS,
+    url: Annotated[str, typer.Option("--url", help="A server that `serve` of these runs did not start.")] = "",
+    key_file: Annotated[Path | None, typer.Option("--key-file", help="With --url: the file with its key.")] = None,
+) -> None:
+    """A new version of a task into the running server, while it answers.
+
+    The version is put beside the one that serves, loaded, compared with the export's own answers, and only then
+    switched to; one that fails is taken away again. The version before is kept: --rollback goes back to it.
+    """
+    state = None if url else load("serving.keeper:running")(runs / "serve")
+    if not url and state is None:
+        raise InputError(f"no server of {runs / 'serve'} runs: start one with `bertship serve`, or name one with --url")
+    if url and (key_file is None or target is None):
+        raise InputError("--url needs --key-file and --repository: the server's key and the models it reads")
+    state = state or {"http_url": url, "key": key_file, "repository": target}
+    key = load("serving.control:read_key")(Path(state["key"]))
+    server = load("serving.control:Control")(state["http_url"], key)
+    log = load("serving.events:EventLog")(runs / "serve" / "serve.jsonl", report)
+    rollout = load("serving.rollout:Rollout")(target or Path(state["repository"]), server, log)
+    if rollback:
+        result = rollout.rollback(get_task(task).name if task.endswith(".toml") else task)
+    elif export is None:
+        raise InputError("what is to be deployed? give the directory that `bertship export` wrote, or --rollback")
+    else:
+        need(export, "bertship export")
+        result = rollout.deploy(export, None if precision == "auto" else precision)
+    show(result, [f"{result['task']}: version {result['version']} serves, {result['previous'] or 'none'} is kept"])
+
+
 def stop(runs: RunsOption = RUNS) -> None:
     """Stop what `serve` started: running requests are answered first."""
     stopped = load("serving.detached:stop_detached")(runs / "serve")
@@ -178,7 +214,7 @@ def bench(
     """
     definition = get_task(task)
     export = runs / "export" / definition.name
-    if bring and not (target / f"{definition.name}_encode" / "1" / "model.onnx").is_file():
+    if bring and not any(target.glob(f"{definition.name}_encode/[0-9]*/model.onnx")):
         repository(task, "auto", "", "tiny", None, runs, "default", target, True)
     need(export, f"bertship export --task {task}")
     counts = [int(part) for part in concurrency.split(",") if part.strip().isdigit() and int(part)]
