@@ -4,6 +4,7 @@ Triton's own readiness says that models are loaded; a model whose Python process
 is what belongs into a container's probe: `python -m bertship.health http://127.0.0.1:8000`, exit 0 or 1.
 """
 
+import argparse
 import http.client
 import json
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+_LATE = "no answer within"
 STEPS = ("tokenize", "encode", "decode")  # the models of a task's ensemble: TASK_tokenize, ...
 
 
@@ -31,6 +33,11 @@ class TaskHealth:
     @property
     def ok(self) -> bool:
         return not self.problem
+
+    @property
+    def slow(self) -> bool:
+        """Whether the task was reached and gave no answer in time."""
+        return self.problem.startswith(_LATE)
 
 
 class Endpoint:
@@ -69,7 +76,7 @@ class Endpoint:
                 status, body = self.call("POST", f"/v2/models/{quote(task, safe='')}/infer", request, timeout_s)
             problem = "" if status == 200 else error_text(body) or f"HTTP status {status}"
         except TimeoutError:
-            problem, status = f"no answer within {timeout_s:g} s", 0
+            problem, status = f"{_LATE} {timeout_s:g} s", 0
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             problem, status = f"no answer: {error or type(error).__name__}", 0
         return TaskHealth(task, " ".join(problem.split()), time.monotonic() - started_s, status)
@@ -135,15 +142,24 @@ def lines(results: Iterable[TaskHealth]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m bertship.health [URL [TASK...]]`; returns the exit status."""
-    url, *tasks = arguments or ["http://127.0.0.1:8000"]
+    """`python -m bertship.health [--timeout-s S] [--slow-is-alive] [URL [TASK...]]`; returns the exit status.
+
+    With --slow-is-alive a task that does not answer in time is no failure, as for a probe that restarts what it kills;
+    a server that cannot be reached is one all the same.
+    """
+    parser = argparse.ArgumentParser(prog="bertship.health")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    parser.add_argument("tasks", nargs="*")
+    parser.add_argument("--timeout-s", type=float, default=5.0)
+    parser.add_argument("--slow-is-alive", action="store_true")
+    given = parser.parse_args(arguments)
     try:
-        results = check(url, tasks)
+        results = check(given.url, given.tasks, given.timeout_s)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     sys.stdout.write("".join(f"{line}\n" for line in lines(results)))
-    return 0 if all(result.ok for result in results) else 1
+    return 0 if all(result.ok or (given.slow_is_alive and result.slow) for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
 from bertship.tasks import KINDS, TASKS
 from bertship.tasks.base import Task, TensorSpec
-from bertship.triton_limits import MAX_ROWS, PLAN_MAX_BATCH
+from bertship.triton_limits import MAX_QUEUE, MAX_ROWS, PLAN_MAX_BATCH
 
 VERSION = "1"
 ENCODER_INPUTS = tuple(TensorSpec(name, "INT64", (-1, -1)) for name in OnnxRunner.INPUTS)
@@ -163,6 +163,7 @@ def _encode_embedded(task: Task) -> Any:
     config.output.extend(_output(spec) for spec in task.behaviour.logits(task))
     # no delay: while one execution runs, the queue itself makes the next batch
     config.dynamic_batching.max_queue_delay_microseconds = 0
+    _drop_what_nobody_waits_for(config)
     return config
 
 
@@ -176,7 +177,16 @@ def _encode_plan(task: Task) -> Any:
     profiles = [str(i) for i in range(len(task.buckets))]
     config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_GPU, profile=profiles)
     config.dynamic_batching.max_queue_delay_microseconds = 0
+    _drop_what_nobody_waits_for(config)
     return config
+
+
+def _drop_what_nobody_waits_for(config: Any) -> None:
+    """Requests whose own timeout has passed leave the queue unanswered by the encoder, and the queue has an end."""
+    policy = config.dynamic_batching.default_queue_policy
+    policy.timeout_action = pb.ModelQueuePolicy.REJECT
+    policy.allow_timeout_override = True
+    policy.max_queue_size = MAX_QUEUE
 
 
 def _decode(task: Task) -> Any:

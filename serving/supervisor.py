@@ -108,9 +108,10 @@ def supervise(owner: int, grace_s: float, prefix: str, command: list[str]) -> in
             if key and os.fstat(2).st_size:  # it writes to its log after it has read its arguments
                 try:
                     hide(server.pid, key)
+                except (FileNotFoundError, ProcessLookupError):
+                    pass  # it has ended
                 except OSError as error:
-                    if server.poll() is None:
-                        os.write(2, f"the control key can be seen in the process list: {error}\n".encode())
+                    os.write(2, f"the control key can be seen in the process list: {error}\n".encode())
                 key = ""
             if deadline_s == float("inf") and (number in _STOP or os.getppid() != owner):
                 server.terminate()

@@ -105,4 +105,4 @@ def test_names_of_the_package():
     assert bertship.Pipeline.__module__ == "bertship.pipeline"
     with pytest.raises(AttributeError, match="has no attribute 'Clients'"):
         _ = bertship.Clients
-    assert set(bertship.__all__) == {"Client", "Pipeline", "__version__"}
+    assert set(bertship.__all__) == {"AsyncClient", "Client", "Pipeline", "__version__"}

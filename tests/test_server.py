@@ -19,7 +19,8 @@ import tritonclient.grpc
 import tritonclient.http
 
 from bertship.errors import InputError, ServerUnavailable
-from serving import detached, environment, ports, server, supervisor, triton_log
+from serving import detached, environment, server, supervisor, triton_log
+from serving.ports import bind_problem, checked_ports
 from serving.server import TritonServer
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -136,7 +137,7 @@ def regions(prefix: str) -> list[str]:
 
 
 def can_listen(port: int) -> bool:
-    return not ports.bind_problem("127.0.0.1", port)
+    return not bind_problem("127.0.0.1", port)
 
 
 def wait_until(condition, timeout_s=20.0):
@@ -263,7 +264,7 @@ def test_another_servers_answer_is_not_taken_for_ours(triton, repository, tmp_pa
 )
 def test_impossible_ports(ports, message):
     with pytest.raises(InputError, match=message):
-        ports.checked_ports("127.0.0.1", ports)
+        checked_ports("127.0.0.1", ports)
 
 
 def test_missing_and_empty_repositories_and_unknown_models(triton, repository, tmp_path):
