@@ -16,6 +16,7 @@ from bertship.health import Endpoint, error_text
 HEADER = "bertship-key"  # over HTTP; over gRPC Triton wants "triton-grpc-protocol-bertship-key"
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
 KEY_FILE = "control.key"
+CANDIDATE = "_candidate"  # ends the name of an ensemble that `deploy` tries a new version with
 LOAD_TIMEOUT_S = 120.0
 
 

@@ -26,8 +26,7 @@ from bertship.pipeline import from_export, graph_of
 from bertship.tasks import TASKS
 from bertship.tasks.base import Task
 from serving.check import BATCH, check_answers
-from serving.control import Control, steps_of
-from serving.keeper import CANDIDATE
+from serving.control import CANDIDATE, Control, steps_of
 from serving.repository import STEPS, render_files, served_version, weights
 
 MAX_SAMPLES = 200

@@ -4,7 +4,7 @@
         ...ask server.http_url...
 
 `start` returns when every model answers, or raises with Triton's own reason and leaves nothing behind. The server ends
-with its owner, even a killed one (`supervisor.py`). What mends and restarts it is `keeper.py`.
+with its owner, even a killed one (`supervisor.py`). What mends and restarts it is `watch.py`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""serving/keeper.py with the real Triton: what dies is noticed, told and mended; what is closed stays closed."""
+"""serving/keeper.py and watch.py with the real Triton: what dies is noticed, told and mended; what is closed stays closed."""
 
 import json
 import os
