@@ -55,8 +55,11 @@ class Control:
 
     def index(self) -> dict[tuple[str, int], str]:
         """The state of each version that the server knows, by model and version; READY where it can be asked."""
-        rows = json.loads(self._call("POST", "/v2/repository/index"))
-        return {(row["name"], int(row["version"])): row.get("state", "") for row in rows if row.get("version")}
+        return {name: state for name, (state, _) in self._rows().items()}
+
+    def reasons(self) -> dict[tuple[str, int], str]:
+        """Why versions that cannot be asked did not load, in one line each."""
+        return {name: reason for name, (state, reason) in self._rows().items() if state != "READY" and reason}
 
     def ready(self) -> set[str]:
         """Names of the models with a version that can be asked."""
@@ -80,6 +83,14 @@ class Control:
     def statistics(self) -> list[dict[str, Any]]:
         return list(json.loads(self._call("GET", "/v2/models/stats"))["model_stats"])
 
+    def _rows(self) -> dict[tuple[str, int], tuple[str, str]]:
+        rows = json.loads(self._call("POST", "/v2/repository/index"))
+        return {
+            (row["name"], int(row["version"])): (row.get("state", ""), _one_line(row.get("reason", "")))
+            for row in rows
+            if row.get("version")
+        }
+
     def _call(self, method: str, path: str, timeout_s: float = 10.0) -> bytes:
         try:
             status, body = self._endpoint.call(method, path, timeout_s=timeout_s)
@@ -88,9 +99,13 @@ class Control:
         if status == 403:
             raise InputError(f"the server at {self.url} refuses the key of {path}; give its own with --key-file")
         if status != 200:
-            reason = " ".join((error_text(body) or f"HTTP status {status}").split("\n\nAt:")[0].split())
-            raise ServerUnavailable(f"{path}: {reason}")
+            raise ServerUnavailable(f"{path}: {_one_line(error_text(body)) or f'HTTP status {status}'}")
         return body
+
+
+def _one_line(text: str) -> str:
+    """Triton's words without the traceback that the Python backend adds."""
+    return " ".join(text.split("\n\nAt:")[0].split())
 
 
 def steps_of(config: dict[str, Any]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from bertship.artifacts import check_files, publish, read_manifest, write_text
 from bertship.client import Client
-from bertship.errors import BertshipError, CheckFailed, InputError
+from bertship.errors import BertshipError, CheckFailed, InputError, ServerUnavailable
 from bertship.health import Endpoint
 from bertship.pipeline import from_export, graph_of
 from bertship.tasks import TASKS
@@ -158,8 +158,14 @@ class Rollout:
             (staging / "1").mkdir()
             text = ensemble.replace(f'name: "{task}"', f'name: "{candidate}"', 1)
             (staging / "config.pbtxt").write_text(text, encoding="utf-8")
-        # an ensemble brings the models that it is made of
-        self._server.load(candidate)
+        try:
+            # an ensemble brings the models that it is made of
+            self._server.load(candidate)
+        except ServerUnavailable as error:
+            reasons = self._server.reasons()
+            causes = [f"{model}: {text}" for (model, number), text in reasons.items() if number == int(version)]
+            mine = [cause for cause in causes if cause.startswith(tuple(f"{task}_{step}:" for step in STEPS))]
+            raise CheckFailed("; ".join(mine) or str(error)) from None
         named = steps_of(self._server.config(candidate))
         state = self._server.index()
         if missing := [model for model in named if state.get((model, int(version))) != "READY"]:

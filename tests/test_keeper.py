@@ -1,4 +1,4 @@
-"""serving/keeper.py and watch.py with the real Triton: what dies is noticed, told and mended; what is closed stays closed."""
+"""serving/keeper.py and watch.py with the real Triton: what dies is noticed and mended; what is shut stays shut."""
 
 import json
 import os
@@ -39,13 +39,20 @@ input [ { name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] } ]
 output [ { name: "ECHO" data_type: TYPE_STRING dims: [ -1 ] } ]
 instance_group [ { count: 1 kind: KIND_CPU } ]
 """
+# from this text on it fails at everything, until it is loaded again; its words hold the text, as an exception's may
+POISON = """if b"poison" in texts:
+                self.broken = texts
+            if hasattr(self, "broken"):
+                raise RuntimeError(f"cannot do {self.broken}")
+            if b"sleep" in texts:"""
 
 
 @pytest.fixture
 def kept(triton, repository, tmp_path):  # noqa: F811
     """A kept server of three models as a task has them; its description."""
     for step in ("tokenize", "encode", "decode"):
-        add_model(repository, f"chat_{step}", STEP, (repository / "echo" / "1" / "model.py").read_text())
+        code = (repository / "echo" / "1" / "model.py").read_text()
+        add_model(repository, f"chat_{step}", STEP, code.replace('if b"sleep" in texts:', POISON))
     wiring = "".join(
         f'{{ model_name: "chat_{step}" model_version: -1 input_map {{ key: "TEXT" value: "{source}" }} '
         f'output_map {{ key: "ECHO" value: "{target}" }} }},'
@@ -86,6 +93,16 @@ def test_a_dead_stub_is_noticed_and_mended_within_five_seconds(kept, model):
     assert told(kept, "stub died")[0]["model"] == model
     assert told(kept, "unloaded")[0]["task"] == "chat"
     assert ask_http(kept["http_url"], "chat", [b"again"], "ECHO") == [b"again"]
+
+
+def test_a_model_that_fails_at_everything_is_seen_by_the_canaries_and_loaded_again(kept, tmp_path):
+    with pytest.raises(Exception, match="cannot do"):
+        ask_http(kept["http_url"], "chat", [b"poison", b"confidential"], "ECHO")
+    wait_until(lambda: told(kept, "mended"), 20)
+    assert ask_http(kept["http_url"], "chat", [b"again"], "ECHO") == [b"again"]
+    assert len(told(kept, "canary failed")) == 2 and not told(kept, "stub died")
+    log = Path(kept["log"]).read_bytes()
+    assert b"confidential" not in log
 
 
 def test_a_crashed_server_is_started_again_on_its_ports(kept, tmp_path):
