@@ -19,7 +19,7 @@ from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
 from bertship.tasks import KINDS, TASKS
 from bertship.tasks.base import Task, TensorSpec
-from bertship.triton_limits import MAX_QUEUE, MAX_ROWS, PLAN_MAX_BATCH
+from bertship.triton_limits import MAX_QUEUE, MAX_ROWS, PLAN_MAX_BATCH, QUEUE_TIMEOUT_S
 
 VERSION = "1"
 ENCODER_INPUTS = tuple(TensorSpec(name, "INT64", (-1, -1)) for name in OnnxRunner.INPUTS)
@@ -185,6 +185,8 @@ def _drop_what_nobody_waits_for(config: Any) -> None:
     """Requests whose own timeout has passed leave the queue unanswered by the encoder, and the queue has an end."""
     policy = config.dynamic_batching.default_queue_policy
     policy.timeout_action = pb.ModelQueuePolicy.REJECT
+    # a request's own timeout counts only where it is shorter than this one
+    policy.default_timeout_microseconds = QUEUE_TIMEOUT_S * 1_000_000
     policy.allow_timeout_override = True
     policy.max_queue_size = MAX_QUEUE
 
