@@ -27,9 +27,11 @@ from test_server import (
 from bertship import health
 from bertship.errors import InputError, ServerUnavailable
 from bertship.health import Endpoint
-from serving import control, detached, events
+from serving import control, detached, events, watch
 from serving.control import Control
+from serving.events import EventLog
 from serving.stubs import stubs
+from serving.watch import Watch
 
 # Triton gives the empty "both" no version folder of its own
 STEP = """
@@ -114,6 +116,25 @@ def test_a_crashed_server_is_started_again_on_its_ports(kept, tmp_path):
     assert told(kept, "server ended")[0]["status"] == 128 + signal.SIGKILL
     # the key has stayed too
     assert Control(now["http_url"], control.read_key(Path(now["key"]))).ready() >= {"chat"}
+
+
+def test_a_server_that_ends_again_and_again_is_given_up(tmp_path, monkeypatch):
+    class Ending:
+        http_url, pid, models, explicit, ended = "http://127.0.0.1:1", 0, [], False, 139
+        control, log_path, restarts = Control(http_url, "key"), tmp_path / "triton.log", 0
+
+        def restart(self, models):
+            self.restarts += 1
+            raise ServerUnavailable("Triton did not start")
+
+    monkeypatch.setattr(watch, "_PAUSES_S", (0.0, 0.0, 0.0))
+    Ending.log_path.write_text("Segmentation fault: error 4\n")
+    server, log = Ending(), EventLog(tmp_path / "serve.jsonl")
+    with pytest.raises(ServerUnavailable, match=r"again and again \(ended with status 139: Segmentation fault"):
+        Watch(server, log).run(threading.Event())
+    assert server.restarts == 3
+    rows = [row["event"] for row in events.read(tmp_path / "serve.jsonl") if row["event"] != "triton"]
+    assert rows == ["server ended", *["restart failed"] * 3]
 
 
 def test_health_asks_every_task_and_notices_a_missing_one(kept):

@@ -264,6 +264,37 @@ def test_the_command(served: Served, exports: dict[str, Path], bertship: Any, tm
     assert code == 1 and json.loads(out)["healthy"] is False and "is not healthy: weather" in err
 
 
+def test_a_kept_server_takes_a_deployment_for_no_fault(exports: dict[str, Path], bertship: Any, tmp_path: Path) -> None:
+    """`serve`, `deploy`, `health` and `stop` as they are used, with clients all the while."""
+    repository, runs = tmp_path / "repository", ("--runs", tmp_path / "runs")
+    render(exports["plain"], repository)
+    ports = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    code, out, err = bertship("--json", "serve", "--detach", "--repository", repository, *runs, *ports)
+    assert code == 0, err
+    state = json.loads(out)
+    try:
+        with Clients(state["http_url"], 4) as clients:
+            code, _, err = bertship("deploy", exports["relabelled"], *runs)
+            assert code == 0, err
+            code, _, err = bertship("deploy", exports["not finite"], *runs)
+            assert code == 1 and "version 2 goes on serving" in err
+            code, _, err = bertship("deploy", "--rollback", "--task", "weather", *runs)
+            assert code == 0, err
+            time.sleep(2.5)  # a canary
+        assert clients.failures == [] and clients.answers["stormy"] and clients.answers["foul"]
+        assert bertship("health", "--url", state["http_url"])[0] == 0
+    finally:
+        assert bertship("stop", *runs)[0] == 0
+    told = [row["event"] for row in read(Path(state["events"])) if row["event"] != "triton"]
+    assert told == [
+        "ready",
+        *("deploy", "deployed"),
+        *("deploy", "rolled back"),
+        "rolled back",
+        *("stopping", "stopped"),
+    ]
+
+
 def contents(folder: Path) -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): sha256_file(path)
