@@ -17,7 +17,9 @@ import numpy as np
 import psutil
 import pytest
 from conftest import Line
+from google.protobuf import text_format
 from test_server import ANY_PORTS, add_model
+from tritonclient.grpc import model_config_pb2 as pb
 
 from bertship import AsyncClient, Client, errors, wire
 from bertship.errors import (
@@ -32,6 +34,7 @@ from bertship.errors import (
     TaskUnavailable,
 )
 from bertship.results import Answer, Classification, Entities, Span, Value
+from serving.repository import _drop_what_nobody_waits_for
 from serving.server import TritonServer
 
 ANSWER = {
@@ -62,8 +65,6 @@ max_batch_size: 8
 input [ { name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] } ]
 output [ { name: "ECHO" data_type: TYPE_STRING dims: [ 2 ] } ]
 instance_group [ { count: 1 kind: KIND_CPU } ]
-dynamic_batching { default_queue_policy {
-  timeout_action: REJECT default_timeout_microseconds: 600000000 allow_timeout_override: true max_queue_size: 8 } }
 """
 SLOW_ENSEMBLE = """
 platform: "ensemble"
@@ -333,7 +334,9 @@ def test_one_client_serves_thirty_two_threads(line: Line, which: int) -> None:
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("slow")
-    add_model(root / "repository", "slow", SLOW_CONFIG, SLOW)
+    queue = pb.ModelConfig()
+    _drop_what_nobody_waits_for(queue)  # as every task's encoder has it
+    add_model(root / "repository", "slow", SLOW_CONFIG + text_format.MessageToString(queue), SLOW)
     add_model(root / "repository", "task", SLOW_ENSEMBLE)
     with TritonServer() as server:
         server.start(root / "repository", log_path=root / "log", **ANY_PORTS)
