@@ -264,6 +264,7 @@ class TritonServer:
             supervisor.kill_session(process.pid)
         process.wait()
         supervisor.remove_shared_memory(self.shm_prefix)
+        self.key_path.unlink(missing_ok=True)
         self.pid = 0
 
 

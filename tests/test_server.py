@@ -196,11 +196,12 @@ def test_starts_answers_and_leaves_nothing(triton, repository, tmp_path):
             assert b'nv_inference_request_success{model="both",version="1"}' in metrics.read()
         ports, prefix = (running.http_port, running.grpc_port, running.metrics_port), running.shm_prefix
         assert psutil.Process(running.pid).name() == "tritonserver"
+        assert running.key_path == tmp_path / "control.key" and running.key_path.is_file()
         assert regions(prefix)
         # an owner's second start would lose sight of the first server
         with pytest.raises(InputError, match="already running"):
             running.start(repository, log_path=tmp_path / "log2", **ANY_PORTS)
-    assert left_of(repository) == [] and regions(prefix) == []
+    assert left_of(repository) == [] and regions(prefix) == [] and not running.key_path.exists()
     assert all(map(can_listen, ports))
     running.stop()  # again, to no effect
 
