@@ -151,7 +151,8 @@ class Watch:
                 self._failures.pop(task, None)
                 continue
             self._failures[task] = self._failures.get(task, 0) + 1
-            self._log("canary failed", f"{task}: {result.problem}", level="warning", task=task)
+            problem = triton_log.without_texts(result.problem)
+            self._log("canary failed", f"{task}: {problem}", level="warning", task=task)
             # a model that goes on failing after it was loaded again is not loaded again all the time
             recent = time.monotonic() - self._reloaded_s.get(task, float("-inf")) < _STEADY_S
             if self._failures[task] > 1 and not recent and task in self._control.ready():
