@@ -104,7 +104,7 @@ repository: $(RUN_STAMP) ## TASK into the Triton model repository
 	@$(BERTSHIP) repository --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --precision $(call quoted,$(PRECISION)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) --repository $(call quoted,$(REPOSITORY)) --bring
 
 serve: setup ## Start Triton on all that has been exported
-	@ls $(REPOSITORY)/*_encode/1/model.onnx >/dev/null 2>&1 || $(MAKE) repository
+	@ls $(REPOSITORY)/*_encode/[0-9]*/model.onnx >/dev/null 2>&1 || $(MAKE) repository
 	@$(BERTSHIP) serve --repository $(call quoted,$(REPOSITORY)) $(PORTS) --detach
 
 stop: $(RUN_STAMP) ## Stop it

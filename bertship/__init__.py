@@ -8,13 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bertship.async_client import AsyncClient
     from bertship.client import Client
     from bertship.pipeline import Pipeline
 
 __version__ = "0.1.0"
-__all__ = ["Client", "Pipeline", "__version__"]
+__all__ = ["AsyncClient", "Client", "Pipeline", "__version__"]
 
-_HOMES = {"Client": "bertship.client", "Pipeline": "bertship.pipeline"}
+_HOMES = {"AsyncClient": "bertship.async_client", "Client": "bertship.client", "Pipeline": "bertship.pipeline"}
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,8 @@ for _command in (
     exporting.predict,
     serving.repository,
     serving.serve,
+    serving.health,
+    serving.deploy,
     serving.stop,
     serving.ask,
     serving.bench,

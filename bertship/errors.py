@@ -4,9 +4,13 @@ BertshipError
 ├── InputError        wrong usage or input                      exit code 2
 ├── CheckFailed       a gate or a comparison did not hold       exit code 1
 └── ClientError       asking a server failed                    exit code 1
-    ├── InvalidRequest      the server refused what was asked
-    ├── ServerUnavailable   no server, or the model is not ready
-    └── RequestTimeout      no answer within `timeout_s`
+    ├── InvalidRequest        the server refused what was asked; asking again is no use
+    │   └── MessageTooLarge   a request or a reply has more bytes than `max_message_mib`
+    ├── ServerUnavailable     nothing was answered, and nothing was begun: ask again, later or elsewhere
+    │   ├── TaskUnavailable   the server is there, the task is not served, or not at this moment
+    │   └── ServerBusy        the queue is full
+    ├── RequestTimeout        no answer within `timeout_s`
+    └── ServerFault           the server, or the connection to it, broke while it answered
 """
 
 
@@ -34,9 +38,25 @@ class InvalidRequest(ClientError):
     """The server understood the request and refused it (INVALID_ARG)."""
 
 
+class MessageTooLarge(InvalidRequest):
+    """A request that was not sent, or a reply that was not read: it has more bytes than `max_message_mib`."""
+
+
 class ServerUnavailable(ClientError):
     """No server answered at the address, or the model is not ready."""
 
 
+class TaskUnavailable(ServerUnavailable):
+    """The server answers, and does not serve the task: never, or not until it has been loaded (again)."""
+
+
+class ServerBusy(ServerUnavailable):
+    """The server's queue is full."""
+
+
 class RequestTimeout(ClientError):
-    """No answer within `timeout_s`."""
+    """No answer within `timeout_s`; what the server had not begun by then, it drops."""
+
+
+class ServerFault(ClientError):
+    """The server failed at a request that it had taken, or the connection broke before its answer was there."""

@@ -2,3 +2,5 @@
 
 MAX_ROWS = 4096  # rows of one request, and of one execution of the embedded encoder
 PLAN_MAX_BATCH = 32  # rows of one execution of a TensorRT plan
+MAX_QUEUE = 1024  # requests that wait for an encoder; one more is told that the server is busy
+QUEUE_TIMEOUT_S = 600  # the longest wait for an encoder, for requests that name no shorter one

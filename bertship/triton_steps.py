@@ -5,6 +5,7 @@ A repository's `1/model.py` takes its class from here. A step finds what it need
 """
 
 import json
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,21 @@ _NUMPY = {"BOOL": bool, "BYTES": object, "FP32": np.float32, "INT32": np.int32, 
 
 class _Step:
     """What the steps share: the version's folder and what is in it."""
+
+    def __init_subclass__(cls) -> None:
+        """An exception that no step expects goes into Triton's log: without its words, which may hold a text."""
+        super().__init_subclass__()
+        if execute := cls.__dict__.get("execute"):
+
+            def guarded(self: Any, requests: Sequence[Any]) -> list[Any]:
+                try:
+                    return list(execute(self, requests))
+                except Exception as error:
+                    kind, place = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
+                    said = f"{kind} at {Path(place.filename).name}:{place.lineno} in {place.name}"
+                raise pb_utils.TritonModelException(said)
+
+            cls.execute = guarded  # type: ignore[attr-defined]
 
     def initialize(self, args: Mapping[str, str]) -> None:
         self.folder = Path(args["model_repository"]) / args["model_version"]

@@ -99,6 +99,8 @@ class TritonEnvironment:
             "LD_LIBRARY_PATH": os.pathsep.join([*libraries, str(self.runtime / "lib")]),
             "VIRTUAL_ENV": str(self.root),
             "PYTHONNOUSERSITE": "1",
+            # a repository may be read-only, and what appears in it makes Triton load a model again
+            "PYTHONDONTWRITEBYTECODE": "1",
         }
 
 

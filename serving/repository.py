@@ -19,7 +19,7 @@ from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
 from bertship.tasks import KINDS, TASKS
 from bertship.tasks.base import Task, TensorSpec
-from bertship.triton_limits import MAX_ROWS, PLAN_MAX_BATCH
+from bertship.triton_limits import MAX_QUEUE, MAX_ROWS, PLAN_MAX_BATCH, QUEUE_TIMEOUT_S
 
 VERSION = "1"
 ENCODER_INPUTS = tuple(TensorSpec(name, "INT64", (-1, -1)) for name in OnnxRunner.INPUTS)
@@ -27,10 +27,14 @@ TRUNCATED = TensorSpec("TRUNCATED", "BOOL")
 STEPS = {"tokenize": "TokenizeStep", "encode": "EncodeStep", "decode": "DecodeStep"}
 
 
-def render_files(task: Task) -> dict[str, str]:
-    """Every configuration and adapter of the task's four models by path: what version control holds."""
+def render_files(task: Task, version: str = VERSION) -> dict[str, str]:
+    """Every configuration and adapter of the task's four models by path: what version control holds.
+
+    The steps' files are those of `version`, and the ensemble names that version of each, so that several can be loaded
+    side by side and none ever meets another's tokenization.
+    """
     files = {
-        f"{task.name}/config.pbtxt": _text(_ensemble(task)),
+        f"{task.name}/config.pbtxt": _text(_ensemble(task, version)),
         f"{task.name}/{VERSION}/.gitkeep": "",
         f"{task.name}_tokenize/config.pbtxt": _text(_tokenize(task, _plan_parameters(task))),
         f"{task.name}_tokenize/configs/embedded.pbtxt": _text(_tokenize(task, {"max_rows": str(MAX_ROWS)})),
@@ -39,8 +43,17 @@ def render_files(task: Task) -> dict[str, str]:
         f"{task.name}_decode/config.pbtxt": _text(_decode(task)),
     }
     for step in STEPS:
-        files[f"{task.name}_{step}/{VERSION}/model.py"] = _adapter(task, step)
+        files[f"{task.name}_{step}/{version}/model.py"] = _adapter(task, step)
     return files
+
+
+def weights(task: Task, export: Path, graph: str, version: str = VERSION) -> dict[str, Path]:
+    """What an export brings of a version, by its path in the repository; `graph` is the file name of its ONNX."""
+    return {
+        f"{task.name}_tokenize/{version}/tokenizer.json": export / "tokenizer.json",
+        f"{task.name}_encode/{version}/model.onnx": export / graph,
+        **{f"{task.name}_{step}/{version}/task.json": export / "task.json" for step in STEPS},
+    }
 
 
 def render(export: Path, repository: Path, precision: str | None = None) -> list[Path]:
@@ -52,11 +65,7 @@ def render(export: Path, repository: Path, precision: str | None = None) -> list
     graph = graph_of(manifest, precision)
     check_files(export, manifest, ("task.json", "tokenizer.json", graph))
     task = Task.from_file(export / "task.json")
-    weights = {
-        f"{task.name}_tokenize/{VERSION}/tokenizer.json": export / "tokenizer.json",
-        f"{task.name}_encode/{VERSION}/model.onnx": export / graph,
-        **{f"{task.name}_{step}/{VERSION}/task.json": export / "task.json" for step in STEPS},
-    }
+    brought = weights(task, export, graph)
     # a built-in task whose labels come from the data is rendered as it is committed, for any number of them
     files = render_files(TASKS.get(task.name, task))
     folders = []
@@ -67,7 +76,7 @@ def render(export: Path, repository: Path, precision: str | None = None) -> list
                     path = staging / name.removeprefix(f"{model}/")
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_text(text, encoding="utf-8")
-            for name, source in weights.items():
+            for name, source in brought.items():
                 if name.startswith(f"{model}/"):
                     shutil.copyfile(source, staging / name.removeprefix(f"{model}/"))
         folders.append(repository / model)
@@ -80,11 +89,26 @@ def ready_models(repository: Path) -> list[str]:
     Version control holds the configurations of all built-in tasks; only an export brings what they serve.
     """
     tasks = sorted(
-        path.parents[1].name.removesuffix("_encode") for path in repository.glob(f"*_encode/{VERSION}/model.onnx")
+        {path.parents[1].name.removesuffix("_encode") for path in repository.glob("*_encode/[0-9]*/model.onnx")}
     )
     if not tasks:
         raise InputError(f"nothing to serve in {repository}: run `bertship repository --task TASK` for an export first")
     return [model for task in tasks for model in (task, *(f"{task}_{step}" for step in STEPS))]
+
+
+def served_version(repository: Path, task: str) -> str:
+    """The version of its steps that the task's ensemble names. Raises InputError where there is none."""
+    path = repository / task / "config.pbtxt"
+    try:
+        config = text_format.Parse(path.read_text(encoding="utf-8"), pb.ModelConfig())
+    except FileNotFoundError:
+        raise InputError(f"{repository} has no task {task}: run `bertship repository --task {task}` first") from None
+    except text_format.ParseError as error:
+        raise InputError(f"{path} is no model configuration: {error}") from None
+    versions = {step.model_version for step in config.ensemble_scheduling.step}
+    if len(versions) != 1 or min(versions) < 1:
+        raise InputError(f"{path} names no one version of its steps: run `bertship repository --task {task}` again")
+    return str(versions.pop())
 
 
 def render_configurations(repository: Path) -> None:
@@ -99,7 +123,7 @@ def _plan_parameters(task: Task) -> dict[str, str]:
     return {"max_rows": str(PLAN_MAX_BATCH), "pad_to": ",".join(map(str, task.buckets))}
 
 
-def _ensemble(task: Task) -> Any:
+def _ensemble(task: Task, version: str) -> Any:
     config = pb.ModelConfig(name=task.name, platform="ensemble", max_batch_size=0)
     kind = task.behaviour
     config.input.extend(_input(spec) for spec in _requests(task))
@@ -116,7 +140,7 @@ def _ensemble(task: Task) -> Any:
     }
     for step, (inputs, outputs) in wiring.items():
         config.ensemble_scheduling.step.add(
-            model_name=f"{task.name}_{step}", model_version=-1, input_map=inputs, output_map=outputs
+            model_name=f"{task.name}_{step}", model_version=int(version), input_map=inputs, output_map=outputs
         )
     return config
 
@@ -139,19 +163,32 @@ def _encode_embedded(task: Task) -> Any:
     config.output.extend(_output(spec) for spec in task.behaviour.logits(task))
     # no delay: while one execution runs, the queue itself makes the next batch
     config.dynamic_batching.max_queue_delay_microseconds = 0
+    _drop_what_nobody_waits_for(config)
     return config
 
 
 def _encode_plan(task: Task) -> Any:
     config = pb.ModelConfig(name=f"{task.name}_encode", platform="tensorrt_plan", max_batch_size=PLAN_MAX_BATCH)
     config.default_model_filename = "model.plan"
+    config.version_policy.all.SetInParent()
     config.input.extend(_input(TensorSpec(spec.name, spec.datatype, spec.dims[1:])) for spec in ENCODER_INPUTS)
     config.output.extend(_output(spec) for spec in task.behaviour.logits(task))
     # only profile 0 would be used if they were not listed
     profiles = [str(i) for i in range(len(task.buckets))]
     config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_GPU, profile=profiles)
     config.dynamic_batching.max_queue_delay_microseconds = 0
+    _drop_what_nobody_waits_for(config)
     return config
+
+
+def _drop_what_nobody_waits_for(config: Any) -> None:
+    """Requests whose own timeout has passed leave the queue unanswered by the encoder, and the queue has an end."""
+    policy = config.dynamic_batching.default_queue_policy
+    policy.timeout_action = pb.ModelQueuePolicy.REJECT
+    # a request's own timeout counts only where it is shorter than this one
+    policy.default_timeout_microseconds = QUEUE_TIMEOUT_S * 1_000_000
+    policy.allow_timeout_override = True
+    policy.max_queue_size = MAX_QUEUE
 
 
 def _decode(task: Task) -> Any:
@@ -166,6 +203,8 @@ def _decode(task: Task) -> Any:
 
 def _python_step(task: Task, step: str) -> Any:
     config = pb.ModelConfig(name=f"{task.name}_{step}", backend="python", max_batch_size=0)
+    # a new version is loaded beside the one that serves, and the old one is kept
+    config.version_policy.all.SetInParent()
     # said outright: left out, Triton would start more than one
     config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
     return config

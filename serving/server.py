@@ -4,27 +4,28 @@
         ...ask server.http_url...
 
 `start` returns when every model answers, or raises with Triton's own reason and leaves nothing behind. The server ends
-with its owner, even a killed one (`supervisor.py`), unless `serving/detached.py` lets it go.
+with its owner, even a killed one (`supervisor.py`). What mends and restarts it is `watch.py`.
 """
 
 import contextlib
 import http.client
 import json
 import os
-import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from bertship.errors import InputError, ServerUnavailable
-from serving import environment, supervisor, triton_log
+from serving import control, environment, supervisor, triton_log
+from serving.control import Control
 from serving.environment import TritonEnvironment
+from serving.ports import checked_ports
+from serving.stubs import stubs
 
 EXIT_TIMEOUT_S = 8  # how long the server itself waits for running requests before it ends
 _GRACE_S = 15.0  # what the supervisor gives it after its owner has gone
@@ -35,15 +36,14 @@ _CRASH_S = 1.0
 _SHM_MIB = 4
 _SHM_GROWTH_MIB = 1
 _STUB_TIMEOUT_S = 60
-# below the range that the kernel takes the client side of connections from, so a picked port stays free
-_FREE_PORTS = range(20_000, 32_000)
 
 
 class TritonServer:
     """One embedded Triton server; `stop` or the end of the `with` block ends it.
 
     While it runs: `pid`, `host`, `http_port`, `grpc_port`, `metrics_port`, `http_url` ("http://host:port"), `grpc_url`
-    ("host:port"), `metrics_url` ("http://host:port/metrics"), `models`, `repository`, `shm_prefix`, `log_path`.
+    ("host:port"), `metrics_url` ("http://host:port/metrics"), `models`, `repository`, `shm_prefix`, `log_path`,
+    `key_path` (the file with the key of the control APIs), `control`.
     """
 
     def __init__(self, triton: TritonEnvironment | None = None) -> None:
@@ -54,14 +54,21 @@ class TritonServer:
         self.host = ""
         self.http_port = self.grpc_port = self.metrics_port = 0
         self.models: list[str] = []
-        self.repository = self.log_path = Path()
+        self.repository = self.log_path = self.key_path = Path()
         self.shm_prefix = ""
+        self._key = ""
+        self._options: dict[str, Any] = {}
 
     @property
     def supervisor_pid(self) -> int:
-        """The process that watches over the server while this object owns it."""
+        """The process that takes the server along when this object's process ends."""
         assert self._supervisor is not None
         return self._supervisor.pid
+
+    @property
+    def control(self) -> Control:
+        """The server's control API, with its key."""
+        return Control(self.http_url, self._key)
 
     @property
     def http_url(self) -> str:
@@ -93,30 +100,41 @@ class TritonServer:
         models: Sequence[str] | None = None,
         timeout_s: float = 60.0,
         model_config_name: str = "embedded",
+        key_path: Path | None = None,
+        trace_path: Path | None = None,
+        trace_rate: int = 1,
         extra_flags: Sequence[str] = (),
     ) -> Self:
         """Start the server on `repository` and wait until it and its models are ready; returns itself.
 
         A port of 0 takes a free one. With `models` only these (and what their ensembles need) are loaded, and models
-        can be loaded and unloaded later (explicit control). `extra_flags` come last on tritonserver's command line;
-        they must leave HTTP and the log's information level on, which tell when it is ready.
+        can be loaded and unloaded later (explicit control), with the key that is put into `key_path` (by default
+        control.key beside the log, mode 0600). `trace_path`: time stamps of the steps of one in `trace_rate` requests,
+        no texts. `extra_flags` come last on tritonserver's command line; they must leave HTTP and the log's
+        information level on, which tell when it is ready.
 
         Raises InputError: repository, ports or shared memory will not do. Raises ServerUnavailable: the server ended,
         a model failed to load, or `timeout_s` has passed. Nothing is left running then, nor after Ctrl-C.
         """
         if self._supervisor is not None:
             raise InputError(f"this server is already running on {self.http_url}: stop it first")
+        self._options = {name: value for name, value in locals().items() if name != "self"}
         self.repository = Path(repository).absolute()
         self.models = _known_models(self.repository, models)
         _check_shared_memory(len(self.models))
-        self.http_port, self.grpc_port, self.metrics_port = _checked_ports(host, (http_port, grpc_port, metrics_port))
+        self.http_port, self.grpc_port, self.metrics_port = checked_ports(host, (http_port, grpc_port, metrics_port))
         # an address to listen on is not always one to ask
         self.host = "127.0.0.1" if host == "0.0.0.0" else host
         self.shm_prefix = f"bertship_{os.getpid()}_{secrets.token_hex(4)}_"
         self.log_path = Path(log_path).absolute()
         self._triton = self._triton or environment.prepare()
+        self._key = self._key or control.new_key()
+        self.key_path = Path(key_path or self.log_path.with_name(control.KEY_FILE)).absolute()
+        control.write_key(self.key_path, self._key)
         explicit = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in models)] if models else []
-        command = [*_command(self._triton, self, host, model_config_name), *explicit, *extra_flags]
+        traces = _trace_flags(trace_path, trace_rate) if trace_path else []
+        closed = control.flags(supervisor.KEY_PLACE)
+        command = [*_command(self._triton, self, host, model_config_name), *closed, *explicit, *traces, *extra_flags]
         try:
             self._launch(self._triton, command)
             self._await_ready(timeout_s)
@@ -124,6 +142,26 @@ class TritonServer:
             self._kill()
             raise
         return self
+
+    def restart(self, models: Sequence[str] | None = None) -> Self:
+        """Start a server that has ended again as it was: same ports, same key; with `models` where they are given.
+
+        Raises as `start` does.
+        """
+        self._kill()
+        ports = {"http_port": self.http_port, "grpc_port": self.grpc_port, "metrics_port": self.metrics_port}
+        wanted = self._options["models"] if models is None else models
+        return self.start(**self._options | ports | {"models": wanted})
+
+    @property
+    def explicit(self) -> bool:
+        """Whether models can be loaded and unloaded."""
+        return bool(self._options.get("models"))
+
+    @property
+    def ended(self) -> int | None:
+        """The exit status of a server that has ended by itself, 128 + a signal's number; None while it runs."""
+        return None if self._supervisor is None else self._supervisor.poll()
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Let running requests end, then end the server; after `timeout_s` seconds kill what is left. Idempotent."""
@@ -142,21 +180,16 @@ class TritonServer:
         if self._supervisor is not None:
             self._supervisor.wait()
 
-    def detach(self) -> "subprocess.Popen[str]":
-        """Let the server outlive this process; returns its supervisor, which SIGTERM stops."""
-        assert self._supervisor is not None
-        self._supervisor.send_signal(signal.SIGUSR1)
-        process, self._supervisor = self._supervisor, None
-        return process
-
     def _launch(self, triton: TritonEnvironment, command: list[str]) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self.log_path.is_file():  # what a server said that has crashed
+            self.log_path.replace(self.log_path.with_name(f"{self.log_path.name}.1"))
         script = Path(supervisor.__file__)
         watch = [sys.executable, "-I", str(script), str(os.getpid()), str(_GRACE_S), self.shm_prefix, *command]
         with self.log_path.open("w", encoding="utf-8") as log, _interrupts_held():
             self._supervisor = subprocess.Popen(
                 watch,
-                env=triton.variables(),
+                env=triton.variables() | {supervisor.KEY_VARIABLE: self._key},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -184,10 +217,11 @@ class TritonServer:
             waiting = [name for name in self.models if states.get(name) != "READY"]
             if not waiting and triton_log.listens(log) and self._get("GET", "/v2/health/ready") is not None:
                 return
-            stub_died, stubs = _stubs(self.pid)
+            stub_died, living = stubs(self.pid)
             stub_died_s = min(stub_died_s, time.monotonic()) if stub_died else float("inf")
             if time.monotonic() - stub_died_s > _CRASH_S:
-                crashed = ", ".join(name for name in triton_log.loading(log) if name not in stubs) or "a model"
+                alive = {name for name, _ in living.values()}
+                crashed = ", ".join(name for name in triton_log.loading(log) if name not in alive) or "a model"
                 raise self._failed(f"the Python stub of {crashed} crashed")
             if time.monotonic() > deadline_s:
                 slow = ", ".join(f"{name} is {states.get(name) or 'not loaded'}" for name in waiting) or "no answer"
@@ -207,7 +241,7 @@ class TritonServer:
         """The body of a reply of status 200; None where there is none (yet). Goes past any proxy of the user's."""
         connection = http.client.HTTPConnection(self.host, self.http_port, timeout=2.0)
         try:
-            connection.request(method, path)
+            connection.request(method, path, headers={control.HEADER: self._key})
             reply = connection.getresponse()
             return reply.read() if reply.status == 200 else None
         except (OSError, http.client.HTTPException):
@@ -230,6 +264,7 @@ class TritonServer:
             supervisor.kill_session(process.pid)
         process.wait()
         supervisor.remove_shared_memory(self.shm_prefix)
+        self.key_path.unlink(missing_ok=True)
         self.pid = 0
 
 
@@ -283,6 +318,18 @@ def _command(triton: TritonEnvironment, server: TritonServer, host: str, model_c
     ]
 
 
+def _trace_flags(path: Path, rate: int) -> list[str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # written in pieces of 100 traces: without them all is kept until the end
+    return [
+        "--trace-config=mode=triton",
+        f"--trace-config=triton,file={Path(path).absolute()}",
+        "--trace-config=triton,log-frequency=100",
+        "--trace-config=level=TIMESTAMPS",
+        f"--trace-config=rate={rate}",
+    ]
+
+
 def _check_shared_memory(models: int) -> None:
     needed_mib = models * (_SHM_MIB + _SHM_GROWTH_MIB)
     folder = supervisor.SHARED_MEMORY
@@ -297,54 +344,6 @@ def _check_shared_memory(models: int) -> None:
         )
 
 
-def _checked_ports(host: str, asked: tuple[int, int, int]) -> list[int]:
-    """The ports to listen on (HTTP, gRPC, metrics), each of them free; a free one for every 0."""
-    chosen: list[int] = []
-    for name, port in zip(("HTTP", "GRPC", "METRICS"), asked, strict=True):
-        if not 0 <= port <= 65535:
-            raise InputError(f"{name}_PORT={port} is no port: take one of 1 to 65535, or 0 for any free one")
-        if port and asked.count(port) > 1:
-            raise InputError(f"{name}_PORT={port} is given twice: HTTP, gRPC and metrics need a port each")
-        if port and (problem := _bind_problem(host, port)):
-            raise InputError(
-                f"{name}_PORT={port} on {host}: {problem}{_holder(port)}; `make stop` ends an earlier server of ours, "
-                f"{name}_PORT=N (--{name.lower()}-port N) takes another port"
-            )
-        candidates = [port] if port else random.sample(_FREE_PORTS, 100)
-        free = (n for n in candidates if port or (n not in (*chosen, *asked) and not _bind_problem(host, n)))
-        if (number := next(free, None)) is None:
-            raise InputError(f"no free port on {host} for {name}_PORT=0: give one")
-        chosen.append(number)
-    return chosen
-
-
-def _bind_problem(host: str, port: int) -> str:
-    """Why a server cannot listen there; empty where it can."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # connections of an earlier server that linger in TIME_WAIT are no obstacle to Triton either
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            # two sockets may be bound with SO_REUSEADDR while neither listens
-            probe.listen(1)
-        except OSError as error:
-            return (error.strerror or str(error)).lower()
-    return ""
-
-
-def _holder(port: int) -> str:
-    """Who listens on a port, as ` (by NAME, process PID)`; empty where that is not to be found out."""
-    try:
-        import psutil  # an optional extra, wanted for this alone
-    except ImportError:
-        return ""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                return f" (by {psutil.Process(connection.pid).name()}, process {connection.pid})"
-    return ""
-
-
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Keep Ctrl-C waiting while a process is born: no moment when it runs and we do not know it."""
@@ -353,20 +352,3 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _stubs(server: int) -> tuple[bool, set[str]]:
-    """Whether a child of the server has died and was not waited for, and the models whose stubs live."""
-    children: list[int] = []
-    dead, alive = False, set()
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{server}/task").iterdir():
-            children += map(int, (task / "children").read_text().split())
-        for child in children:
-            facts = supervisor.process_facts(child)
-            dead = dead or (facts is not None and facts[0] == "Z")
-            # a stub's first argument is MODEL/VERSION/model.py
-            arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            if len(arguments) > 1:
-                alive.add(Path(os.fsdecode(arguments[1])).parent.parent.name)
-    return dead, alive

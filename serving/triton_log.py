@@ -45,6 +45,20 @@ def failure(log: str) -> str:
     return ""
 
 
+def without_texts(text: str) -> str:
+    """What went wrong in a model without the exception's own words, which may hold what was asked."""
+    return re.sub(
+        r"(Failed to process the request\(s\) for model '[^']*', message: \w+).*", r"\1", text, flags=re.DOTALL
+    )
+
+
+def complaints(log: str) -> Iterator[tuple[str, str]]:
+    """The log's warnings and errors, in one line each: level ("warning", "error") and text."""
+    for level, text in _messages(log):
+        if level in "WE" and not any(noise in text for noise in _NOISE):
+            yield {"W": "warning", "E": "error"}[level], without_texts(_one_line(text))
+
+
 def listens(log: str) -> bool:
     """Whether the server has opened its HTTP port, which it does after the gRPC one.
 

@@ -105,4 +105,24 @@ def test_names_of_the_package():
     assert bertship.Pipeline.__module__ == "bertship.pipeline"
     with pytest.raises(AttributeError, match="has no attribute 'Clients'"):
         _ = bertship.Clients
-    assert set(bertship.__all__) == {"Client", "Pipeline", "__version__"}
+    assert set(bertship.__all__) == {"AsyncClient", "Client", "Pipeline", "__version__"}
+
+
+UNEXPECTED = """
+import bertship.triton_steps as steps
+
+class Broken(steps._Step):
+    def execute(self, requests):
+        return [{}[request] for request in requests]
+
+try:
+    Broken().execute(["confidential"])
+except TritonModelException as error:
+    print(error, error.__cause__, error.__context__)
+"""
+
+
+def test_an_unexpected_exception_takes_no_text_into_the_server_s_log():
+    done = run(UNEXPECTED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("KeyError at <string>:") and "confidential" not in done.stdout

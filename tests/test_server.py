@@ -20,6 +20,7 @@ import tritonclient.http
 
 from bertship.errors import InputError, ServerUnavailable
 from serving import detached, environment, server, supervisor, triton_log
+from serving.ports import bind_problem, checked_ports
 from serving.server import TritonServer
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -136,7 +137,7 @@ def regions(prefix: str) -> list[str]:
 
 
 def can_listen(port: int) -> bool:
-    return not server._bind_problem("127.0.0.1", port)
+    return not bind_problem("127.0.0.1", port)
 
 
 def wait_until(condition, timeout_s=20.0):
@@ -195,11 +196,12 @@ def test_starts_answers_and_leaves_nothing(triton, repository, tmp_path):
             assert b'nv_inference_request_success{model="both",version="1"}' in metrics.read()
         ports, prefix = (running.http_port, running.grpc_port, running.metrics_port), running.shm_prefix
         assert psutil.Process(running.pid).name() == "tritonserver"
+        assert running.key_path == tmp_path / "control.key" and running.key_path.is_file()
         assert regions(prefix)
         # an owner's second start would lose sight of the first server
         with pytest.raises(InputError, match="already running"):
             running.start(repository, log_path=tmp_path / "log2", **ANY_PORTS)
-    assert left_of(repository) == [] and regions(prefix) == []
+    assert left_of(repository) == [] and regions(prefix) == [] and not running.key_path.exists()
     assert all(map(can_listen, ports))
     running.stop()  # again, to no effect
 
@@ -251,7 +253,7 @@ def test_another_servers_answer_is_not_taken_for_ours(triton, repository, tmp_pa
     with TritonServer(triton).start(repository, log_path=tmp_path / "first", **ANY_PORTS) as first:
         ports = {name: getattr(first, name) for name in ANY_PORTS}
         # as when both looked at the ports before either listened
-        monkeypatch.setattr(server, "_checked_ports", lambda host, asked: asked)
+        monkeypatch.setattr(server, "checked_ports", lambda host, asked: asked)
         with pytest.raises(ServerUnavailable, match="already in use"):
             TritonServer(triton).start(repository, log_path=tmp_path / "second", **ports)
         assert ask_http(first.http_url, "both", [b"four"], "LENGTH") == [4]
@@ -263,7 +265,7 @@ def test_another_servers_answer_is_not_taken_for_ours(triton, repository, tmp_pa
 )
 def test_impossible_ports(ports, message):
     with pytest.raises(InputError, match=message):
-        server._checked_ports("127.0.0.1", ports)
+        checked_ports("127.0.0.1", ports)
 
 
 def test_missing_and_empty_repositories_and_unknown_models(triton, repository, tmp_path):
@@ -402,18 +404,18 @@ def test_detached_server_outlives_its_command_and_is_found_and_stopped(triton, r
     assert not detached.stop_detached(state_dir)
 
 
-def test_a_stale_description_harms_nobody(triton, repository, tmp_path):
+def test_a_killed_keeper_leaves_nothing_and_its_description_harms_nobody(triton, repository, tmp_path):
     state = detached.start_detached(repository, tmp_path, triton=triton, **ANY_PORTS)
-    os.kill(state["pid"], signal.SIGKILL)
+    os.kill(state["keeper"], signal.SIGKILL)
     wait_until(lambda: detached.running(tmp_path) is None and left_of(repository) == [])
     # the same process ids, now somebody else's
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
-        (tmp_path / "server.json").write_text(json.dumps(state | {"pid": other.pid, "supervisor": other.pid}))
+        (tmp_path / "server.json").write_text(json.dumps(state | {"keeper": other.pid, "supervisor": other.pid}))
         assert detached.running(tmp_path) is None
         assert not detached.stop_detached(tmp_path)
         assert other.poll() is None
         other.kill()
-    assert not (tmp_path / "server.json").exists()
+    assert not (tmp_path / "server.json").exists() and regions(state["shm_prefix"]) == []
 
 
 def test_a_detached_start_that_fails_leaves_nothing(triton, one_model, tmp_path):

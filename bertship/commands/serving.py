@@ -2,8 +2,11 @@
 
 import contextlib
 import json
+import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +32,8 @@ from bertship.commands.options import (
 )
 from bertship.console import load, read_samples, report, show
 from bertship.errors import InputError, ServerUnavailable
+
+LOCAL = "127.0.0.1"
 
 
 def repository(
@@ -60,33 +65,114 @@ def serve(
     http_port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535)] = 8001,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535)] = 8002,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 opens it to other machines.")] = LOCAL,
+    trace: Annotated[bool, typer.Option("--trace", help="Time stamps of each step, in RUNS/serve/trace.json.")] = False,
+    trace_rate: Annotated[int, typer.Option(min=1, help="With --trace: of one in so many requests.")] = 1,
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running; `bertship stop` stops it.")] = False,
 ) -> None:
-    """Start Triton on the repository.
+    """Start Triton on the repository and keep it answering.
 
-    Returns, or with --detach leaves the server running, once every model is ready.
+    Says where, once every model is ready and warm; starts again what crashes; stops in order on SIGTERM and Ctrl-C.
+    With --detach all of that goes on in the background.
     """
     ready = load("serving.repository:ready_models")(target)
-    ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
-    triton = load("serving.environment:prepare")(report)
-    if detach:
-        state = load("serving.detached:start_detached")(target, runs / "serve", models=ready, triton=triton, **ports)
-        show(state, [f"ready: {', '.join(_tasks(ready))} at {state['http_url']} and {state['grpc_url']} (gRPC)"])
-        return
-    with load("serving.server:TritonServer")(triton) as server:
-        server.start(target, models=ready, log_path=runs / "serve" / "triton.log", **ports)
-        show(
-            {"http_url": server.http_url, "grpc_url": server.grpc_url, "models": ready},
-            [f"ready: {', '.join(_tasks(ready))} at {server.http_url} and {server.grpc_url} (gRPC); Ctrl-C stops it"],
-        )
+    options = {"models": ready, "host": host, "http_port": http_port, "grpc_port": grpc_port}
+    options |= {"metrics_port": metrics_port, "triton": load("serving.environment:prepare")(report)}
+    if trace:
+        options |= {"trace_path": runs / "serve" / "trace.json", "trace_rate": trace_rate}
+
+    def say_ready(state: dict[str, Any]) -> None:
+        lines = [f"ready: {', '.join(_tasks(ready))} at {state['http_url']} and {state['grpc_url']} (gRPC)"]
+        lines += [f"metrics at {state['metrics_url']}, log in {state['events']}"]
+        show(state, lines)
         sys.stdout.flush()
-        with contextlib.suppress(KeyboardInterrupt):  # how a server in the foreground is stopped
-            server.wait()
-            raise ServerUnavailable(f"the server has ended by itself; its log is {runs / 'serve' / 'triton.log'}")
+
+    if detach:
+        say_ready(load("serving.detached:start_detached")(target, runs / "serve", **options))
+        return
+    with stopped_in_order():
+        load("serving.keeper:keep")(target, runs / "serve", ready=say_ready, say=report, **options)
+
+
+@contextlib.contextmanager
+def stopped_in_order() -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the block in order, and that is no failure."""
+
+    class Stopped(BaseException):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except (Stopped, KeyboardInterrupt):
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def health(
+    url: Annotated[str, typer.Option("--url", help="http://HOST:PORT")] = URL,
+    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task; without it, all of them.")] = None,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="For each task's answer.")] = 5.0,
+) -> None:
+    """Whether a server answers: one inference a task.
+
+    A probe for whoever watches a server: exit 0 where every task answers, else 1.
+    """
+    from bertship.health import check, lines
+
+    try:
+        results = check(url, task or (), timeout_s)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    healthy = all(result.ok for result in results)
+    tasks = {result.task: {"problem": result.problem, "seconds": result.seconds} for result in results}
+    show({"healthy": healthy, "url": url, "tasks": tasks}, lines(results))
+    if not healthy:
+        problems = "; ".join(f"{result.task} {result.problem}".strip() for result in results if not result.ok)
+        raise ServerUnavailable(f"{url} is not healthy: {problems}")
+
+
+def deploy(
+    export: Annotated[Path | None, typer.Argument(help="A directory that `bertship export` wrote.")] = None,
+    task: Annotated[str, typer.Option("--task", "-t", help="With --rollback: the task.")] = "sst2",
+    rollback: Annotated[bool, typer.Option("--rollback", help="Serve the version before again.")] = False,
+    precision: PrecisionOption = "auto",
+    target: Annotated[Path | None, typer.Option("--repository", help="The server's own, where not given.")] = None,
+    runs: RunsOption = RUNS,
+    url: Annotated[str, typer.Option("--url", help="A server that `serve` of these runs did not start.")] = "",
+    key_file: Annotated[Path | None, typer.Option("--key-file", help="With --url: the file with its key.")] = None,
+) -> None:
+    """A new version of a task into the running server, while it answers.
+
+    The version is put beside the one that serves, loaded, compared with the export's own answers, and only then
+    switched to; one that fails is taken away again. The version before is kept: --rollback goes back to it.
+    """
+    state = None if url else load("serving.keeper:running")(runs / "serve")
+    if not url and state is None:
+        raise InputError(f"no server of {runs / 'serve'} runs: start one with `bertship serve`, or name one with --url")
+    if url and (key_file is None or target is None):
+        raise InputError("--url needs --key-file and --repository: the server's key and the models it reads")
+    state = state or {"http_url": url, "key": key_file, "repository": target}
+    key = load("serving.control:read_key")(Path(state["key"]))
+    server = load("serving.control:Control")(state["http_url"], key)
+    log = load("serving.events:EventLog")(runs / "serve" / "serve.jsonl", report)
+    rollout = load("serving.rollout:Rollout")(target or Path(state["repository"]), server, log)
+    if rollback:
+        result = rollout.rollback(get_task(task).name if task.endswith(".toml") else task)
+    elif export is None:
+        raise InputError("what is to be deployed? give the directory that `bertship export` wrote, or --rollback")
+    else:
+        need(export, "bertship export")
+        result = rollout.deploy(export, None if precision == "auto" else precision)
+    show(result, [f"{result['task']}: version {result['version']} serves, {result['previous'] or 'none'} is kept"])
 
 
 def stop(runs: RunsOption = RUNS) -> None:
-    """Stop what `serve --detach` started."""
+    """Stop what `serve` started: running requests are answered first."""
     stopped = load("serving.detached:stop_detached")(runs / "serve")
     show({"stopped": stopped}, ["stopped" if stopped else "no server was running"])
 
@@ -128,7 +214,7 @@ def bench(
     """
     definition = get_task(task)
     export = runs / "export" / definition.name
-    if bring and not (target / f"{definition.name}_encode" / "1" / "model.onnx").is_file():
+    if bring and not any(target.glob(f"{definition.name}_encode/[0-9]*/model.onnx")):
         repository(task, "auto", "", "tiny", None, runs, "default", target, True)
     need(export, f"bertship export --task {task}")
     counts = [int(part) for part in concurrency.split(",") if part.strip().isdigit() and int(part)]
