@@ -1,12 +1,15 @@
 """Render a task's Triton repository: four model folders, from the task's definition and an export's artifacts.
 
-`TASK` is the ensemble of `TASK_tokenize`, `TASK_encode` and `TASK_decode`. Two worlds share the folders: the embedded
-server reads `configs/embedded.pbtxt` where there is one, NVIDIA's container reads `config.pbtxt`, which serves the
-TensorRT plan. The configurations and the adapters depend on the task alone, so they can be kept under version control;
-weights and tokenizers come from the export.
+`TASK` is the ensemble of `TASK_tokenize`, `TASK_encode` and `TASK_decode`. Three worlds share the folders. Triton reads
+`config.pbtxt`, which serves the TensorRT plan, unless `--model-config-name` says otherwise: `onnxruntime` for NVIDIA's
+container without TensorRT, `embedded` for the wheel's server; a model without a file of that name keeps `config.pbtxt`.
+The configurations and the adapters depend on the task alone, or on the facts of its plan where an export has one, so
+those of the built-in tasks are kept under version control; weights and tokenizers come from the export.
 """
 
+import dataclasses
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,15 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from bertship.artifacts import check_files, publish, read_manifest, write_text
-from bertship.errors import InputError
+from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
 from bertship.tasks import KINDS, TASKS
 from bertship.tasks.base import Task, TensorSpec
-from bertship.triton_limits import MAX_ROWS, PLAN_MAX_BATCH
+from bertship.triton_limits import CORES, MAX_ROWS
+from serving.plan import PLAN_FILE, Plan, default_plan, plan_of
+from serving.repository_lint import lint
+from serving.warmup import add_warmups
 
 VERSION = "1"
 ENCODER_INPUTS = tuple(TensorSpec(name, "INT64", (-1, -1)) for name in OnnxRunner.INPUTS)
@@ -27,14 +33,20 @@ TRUNCATED = TensorSpec("TRUNCATED", "BOOL")
 STEPS = {"tokenize": "TokenizeStep", "encode": "EncodeStep", "decode": "DecodeStep"}
 
 
-def render_files(task: Task) -> dict[str, str]:
-    """Every configuration and adapter of the task's four models by path: what version control holds."""
+def render_files(task: Task, plan: Plan | None = None) -> dict[str, str]:
+    """Every configuration and adapter of the task's four models by path: what version control holds.
+
+    `plan` None promises what the builder makes of the task by default.
+    """
+    plan = plan or default_plan(task)
     files = {
         f"{task.name}/config.pbtxt": _text(_ensemble(task)),
         f"{task.name}/{VERSION}/.gitkeep": "",
-        f"{task.name}_tokenize/config.pbtxt": _text(_tokenize(task, _plan_parameters(task))),
+        f"{task.name}_tokenize/config.pbtxt": _text(_tokenize(task, _padding(plan), plan.input_types)),
+        f"{task.name}_tokenize/configs/onnxruntime.pbtxt": _text(_tokenize(task, _padding(plan))),
         f"{task.name}_tokenize/configs/embedded.pbtxt": _text(_tokenize(task, {"max_rows": str(MAX_ROWS)})),
-        f"{task.name}_encode/config.pbtxt": _text(_encode_plan(task)),
+        f"{task.name}_encode/config.pbtxt": _text(_encode_plan(task, plan)),
+        f"{task.name}_encode/configs/onnxruntime.pbtxt": _text(_encode_onnxruntime(task, plan)),
         f"{task.name}_encode/configs/embedded.pbtxt": _text(_encode_embedded(task)),
         f"{task.name}_decode/config.pbtxt": _text(_decode(task)),
     }
@@ -46,19 +58,23 @@ def render_files(task: Task) -> dict[str, str]:
 def render(export: Path, repository: Path, precision: str | None = None) -> list[Path]:
     """Put the export's task into `repository`, each model folder appearing whole; returns the folders.
 
-    `precision` is one of those exported; None takes what the export found best for this machine. Raises InputError.
+    `precision` is one of those exported; None takes what the export found best for this machine. Raises InputError
+    for an export or a plan that will not do, CheckFailed where the configurations contradict each other.
     """
     manifest = read_manifest(export, "export")
     graph = graph_of(manifest, precision)
-    check_files(export, manifest, ("task.json", "tokenizer.json", graph))
     task = Task.from_file(export / "task.json")
+    plan = plan_of(manifest, task)
+    check_files(export, manifest, ("task.json", "tokenizer.json", graph, *([PLAN_FILE] if plan else [])))
     weights = {
         f"{task.name}_tokenize/{VERSION}/tokenizer.json": export / "tokenizer.json",
         f"{task.name}_encode/{VERSION}/model.onnx": export / graph,
+        **({f"{task.name}_encode/{VERSION}/{PLAN_FILE}": export / PLAN_FILE} if plan else {}),
         **{f"{task.name}_{step}/{VERSION}/task.json": export / "task.json" for step in STEPS},
     }
-    # a built-in task whose labels come from the data is rendered as it is committed, for any number of them
-    files = render_files(TASKS.get(task.name, task))
+    files = render_files(as_committed(task), plan)
+    if faults := lint(files, task.name, plan):
+        raise CheckFailed(f"the configurations of {task.name} do not fit together: {'; '.join(faults)}")
     folders = []
     for model in (f"{task.name}_encode", f"{task.name}_tokenize", f"{task.name}_decode", task.name):
         with publish(repository / model) as staging:
@@ -72,6 +88,11 @@ def render(export: Path, repository: Path, precision: str | None = None) -> list
                     shutil.copyfile(source, staging / name.removeprefix(f"{model}/"))
         folders.append(repository / model)
     return folders
+
+
+def as_committed(task: Task) -> Task:
+    """The task as it is rendered: a built-in one whose labels come from the data, for any number of them."""
+    return dataclasses.replace(task, labels=TASKS[task.name].labels) if task.name in TASKS else task
 
 
 def ready_models(repository: Path) -> list[str]:
@@ -94,9 +115,9 @@ def render_configurations(repository: Path) -> None:
             write_text(repository / name, text)
 
 
-def _plan_parameters(task: Task) -> dict[str, str]:
-    """A TensorRT plan has few, coarse shapes: requests are padded to them and no larger than its largest batch."""
-    return {"max_rows": str(PLAN_MAX_BATCH), "pad_to": ",".join(map(str, task.buckets))}
+def _padding(plan: Plan) -> dict[str, str]:
+    """Native backends merge equal shapes only: requests are padded to few coarse ones, and no larger than a batch."""
+    return {"max_rows": str(plan.max_batch), "pad_to": ",".join(map(str, plan.buckets))}
 
 
 def _ensemble(task: Task) -> Any:
@@ -121,12 +142,14 @@ def _ensemble(task: Task) -> Any:
     return config
 
 
-def _tokenize(task: Task, parameters: dict[str, str]) -> Any:
+def _tokenize(task: Task, parameters: dict[str, str], types: Mapping[str, str] | None = None) -> Any:
     config = _python_step(task, "tokenize")
     config.input.extend(_input(spec) for spec in _requests(task))
-    config.output.extend(_output(spec) for spec in (*ENCODER_INPUTS, *task.behaviour.row_tensors, TRUNCATED))
+    rows = [dataclasses.replace(spec, datatype=(types or {}).get(spec.name, spec.datatype)) for spec in ENCODER_INPUTS]
+    config.output.extend(_output(spec) for spec in (*rows, *task.behaviour.row_tensors, TRUNCATED))
     for name, value in sorted(parameters.items()):
         config.parameters[name].string_value = value
+    add_warmups(config, [{"tokens": 1}])
     return config
 
 
@@ -134,24 +157,44 @@ def _encode_embedded(task: Task) -> Any:
     config = _python_step(task, "encode")
     config.max_batch_size = MAX_ROWS
     # ragged: requests of unlike row lengths reach one execution, where rows run unpadded anyway
-    for spec in ENCODER_INPUTS:
-        config.input.append(_input(TensorSpec(spec.name, spec.datatype, spec.dims[1:]), allow_ragged_batch=True))
+    config.input.extend(_rows(allow_ragged_batch=True))
     config.output.extend(_output(spec) for spec in task.behaviour.logits(task))
     # no delay: while one execution runs, the queue itself makes the next batch
     config.dynamic_batching.max_queue_delay_microseconds = 0
+    _take_turns(config)
+    add_warmups(config, [{"tokens": task.max_tokens}, {"tokens": task.max_tokens, "rows": 2}])
     return config
 
 
-def _encode_plan(task: Task) -> Any:
-    config = pb.ModelConfig(name=f"{task.name}_encode", platform="tensorrt_plan", max_batch_size=PLAN_MAX_BATCH)
-    config.default_model_filename = "model.plan"
-    config.input.extend(_input(TensorSpec(spec.name, spec.datatype, spec.dims[1:])) for spec in ENCODER_INPUTS)
-    config.output.extend(_output(spec) for spec in task.behaviour.logits(task))
+def _encode_plan(task: Task, plan: Plan) -> Any:
+    config = _encode_native(task, plan, "tensorrt_plan", PLAN_FILE, plan.input_types)
     # only profile 0 would be used if they were not listed
-    profiles = [str(i) for i in range(len(task.buckets))]
-    config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_GPU, profile=profiles)
-    config.dynamic_batching.max_queue_delay_microseconds = 0
+    config.instance_group[0].profile.extend(str(i) for i in range(plan.profiles))
     return config
+
+
+def _encode_onnxruntime(task: Task, plan: Plan) -> Any:
+    config = _encode_native(task, plan, "onnxruntime_onnx", "model.onnx", {})
+    config.backend = "onnxruntime"
+    _take_turns(config)
+    return config
+
+
+def _encode_native(task: Task, plan: Plan, platform: str, file: str, types: Mapping[str, str]) -> Any:
+    config = pb.ModelConfig(name=f"{task.name}_encode", platform=platform, max_batch_size=plan.max_batch)
+    config.default_model_filename = file
+    config.input.extend(_rows(types))
+    config.output.extend(_output(spec) for spec in task.behaviour.logits(task))
+    # automatic: the GPU where there is one
+    config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_AUTO)
+    config.dynamic_batching.max_queue_delay_microseconds = 0
+    add_warmups(config, [{"tokens": n, "rows": rows} for n in plan.buckets for rows in (1, plan.max_batch)])
+    return config
+
+
+def _take_turns(config: Any) -> None:
+    """An execution keeps every core busy, so the encoders of several tasks run one after another."""
+    config.instance_group[0].rate_limiter.resources.add(name=CORES, count=1, **{"global": True})
 
 
 def _decode(task: Task) -> Any:
@@ -161,6 +204,7 @@ def _decode(task: Task) -> Any:
     logits = [TensorSpec(spec.name, spec.datatype, (-1, *spec.dims)) for spec in kind.logits(task)]
     config.input.extend(_input(spec) for spec in (*texts, *kind.row_tensors, *logits))
     config.output.extend(_output(spec) for spec in kind.outputs(task))
+    add_warmups(config, [{"tokens": 1}])
     return config
 
 
@@ -169,6 +213,14 @@ def _python_step(task: Task, step: str) -> Any:
     # said outright: left out, Triton would start more than one
     config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
     return config
+
+
+def _rows(types: Mapping[str, str] | None = None, **more: Any) -> list[Any]:
+    """The encoder's inputs without the batch's dimension."""
+    return [
+        _input(TensorSpec(spec.name, (types or {}).get(spec.name, spec.datatype), spec.dims[1:]), **more)
+        for spec in ENCODER_INPUTS
+    ]
 
 
 def _requests(task: Task) -> tuple[TensorSpec, ...]:
