@@ -4,7 +4,7 @@ Each of the three worlds (`config.pbtxt`, `configs/onnxruntime.pbtxt`, `configs/
 of four configurations that Triton would read there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,6 +231,6 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def describe(task_names: Sequence[str]) -> str:
-    """What was checked, in a line."""
-    return f"checked {', '.join(task_names)}: wiring, shapes, types, batches, ragged inputs, warm-up; nothing to mend"
+def describe(task_name: str) -> str:
+    """What `lint` has passed, in a line."""
+    return f"{task_name}: wiring, shapes, types, batches, ragged inputs and warm-up fit together in all three worlds"

@@ -16,6 +16,7 @@ from bertship.commands.options import (
     DataOption,
     InitOption,
     NameOption,
+    ParameterOption,
     PrecisionOption,
     PresetOption,
     RepositoryOption,
@@ -26,6 +27,7 @@ from bertship.commands.options import (
     get_task,
     need,
     parse_columns,
+    parse_parameters,
 )
 from bertship.console import load, read_samples, report, show
 from bertship.errors import InputError, ServerUnavailable
@@ -51,6 +53,7 @@ def repository(
         run_export(task, "auto", init, preset, data, runs, name, False, True)
     need(out, f"bertship export --task {task}")
     folders = load("serving.repository:render")(out, target, None if precision == "auto" else precision)
+    report(load("serving.repository_lint:describe")(get_task(task).name))
     show({"models": [str(folder) for folder in folders]}, [str(folder) for folder in folders])
 
 
@@ -97,6 +100,7 @@ def ask(
     text_pair: TextOption = None,
     question: TextOption = None,
     context: TextOption = None,
+    parameter: ParameterOption = None,
     url: UrlOption = URL,
     timeout_s: Annotated[float, typer.Option(min=0.1)] = 30.0,
 ) -> None:
@@ -106,9 +110,9 @@ def ask(
     """
     from bertship.client import Client
 
-    columns = parse_columns(text, text_pair, question, context)
+    columns, parameters = parse_columns(text, text_pair, question, context), parse_parameters(parameter)
     with Client(url, timeout_s) as client:
-        answers = client.ask(get_task(task).name if task.endswith(".toml") else task, None, **columns)
+        answers = client.ask(get_task(task).name if task.endswith(".toml") else task, parameters, **columns)
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
 
 
