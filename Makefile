@@ -117,5 +117,5 @@ bench: setup ## Load TASK with perf_analyzer on real texts
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi
 	@rm -rf runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	@find model_repository -name '*.onnx' -o -name '*.plan' -o -name 'task*.json' -o -name 'tokenizer.json' | xargs -r rm -f
+	@find model_repository -name '*.onnx' -o -name '*.plan' -o -name 'task*.json' -o -name 'served.json' -o -name 'tokenizer.json' | xargs -r rm -f
 	@if [ -n "$(ALL)" ]; then rm -rf .venv .triton; fi

@@ -8,6 +8,7 @@ those of the built-in tasks are kept under version control; weights and tokenize
 """
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from serving.warmup import add_warmups
 VERSION = "1"
 ENCODER_INPUTS = tuple(TensorSpec(name, "INT64", (-1, -1)) for name in OnnxRunner.INPUTS)
 TRUNCATED = TensorSpec("TRUNCATED", "BOOL")
+SERVED = "served.json"  # beside the graph: its precision, its name in the export, its hash
 STEPS = {"tokenize": "TokenizeStep", "encode": "EncodeStep", "decode": "DecodeStep"}
 
 
@@ -75,7 +77,7 @@ def render(export: Path, repository: Path, precision: str | None = None) -> list
     files = render_files(as_committed(task), plan)
     if faults := lint(files, task.name, plan):
         raise CheckFailed(f"the configurations of {task.name} do not fit together: {'; '.join(faults)}")
-    folders = []
+    folders, facts = [], manifest["files"][graph]
     for model in (f"{task.name}_encode", f"{task.name}_tokenize", f"{task.name}_decode", task.name):
         with publish(repository / model) as staging:
             for name, text in files.items():
@@ -86,6 +88,9 @@ def render(export: Path, repository: Path, precision: str | None = None) -> list
             for name, source in weights.items():
                 if name.startswith(f"{model}/"):
                     shutil.copyfile(source, staging / name.removeprefix(f"{model}/"))
+            if model == f"{task.name}_encode":
+                served = {"precision": precision or manifest["serve"], "graph": graph, "sha256": facts["sha256"]}
+                (staging / VERSION / SERVED).write_text(json.dumps(served, indent=2) + "\n", encoding="utf-8")
         folders.append(repository / model)
     return folders
 
@@ -106,6 +111,12 @@ def ready_models(repository: Path) -> list[str]:
     if not tasks:
         raise InputError(f"nothing to serve in {repository}: run `bertship repository --task TASK` for an export first")
     return [model for task in tasks for model in (task, *(f"{task}_{step}" for step in STEPS))]
+
+
+def served_precision(repository: Path, task_name: str) -> str | None:
+    """The precision of the graph that is served of the task; None where it was not put there by `render`."""
+    path = repository / f"{task_name}_encode" / VERSION / SERVED
+    return str(json.loads(path.read_text(encoding="utf-8"))["precision"]) if path.is_file() else None
 
 
 def render_configurations(repository: Path) -> None:

@@ -104,11 +104,9 @@ def test_logits_come_back_in_the_order_of_the_rows(threads, count):
 
     rows = rows_of(*[(7 * i) % 11 + 1 for i in range(count)])
     assert run_together(runner, rows, threads).get("logits", []) == [len(row) for row in rows]
-    assert sum(calls, []) == sorted((len(row) for row in rows), reverse=True)  # the longest first
-    left_over = threads > 1 and count % threads == 1
-    assert [len(call) for call in calls] == ([1] if left_over else []) + (
-        [count - left_over] if count > left_over else []
-    )
+    assert [length for call in calls for length in call] == sorted(map(len, rows), reverse=True)  # the longest first
+    alone = int(threads > 1 and count % threads == 1)
+    assert [len(call) for call in calls] == [part for part in (alone, count - alone) if part]
 
 
 # ------------------------------------------------------------------------------------------------------ fair batches
