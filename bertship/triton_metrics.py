@@ -43,6 +43,11 @@ class Counters:
             )
             self._metrics[name] = self._families[name].Metric(labels={"task": task})
 
+    def close(self) -> None:
+        """Let go of them while the server still listens: the stub crashes where they outlive it."""
+        self._metrics.clear()
+        self._families.clear()
+
     def add(self, **values: int) -> None:
         for name, value in values.items():
             if value:  # each update is a message to the server, so nothing is sent for nothing

@@ -53,6 +53,9 @@ class _Step:
     def load(self) -> None:
         """Read what the step needs; InputError when it is not there."""
 
+    def finalize(self) -> None:
+        self.counters.close()
+
 
 class _RequestStep(_Step, ABC):
     """A step that answers each request by itself, long ones on a thread of their own beside the others."""
@@ -100,6 +103,7 @@ class _RequestStep(_Step, ABC):
 
     def finalize(self) -> None:
         self._long.shutdown()
+        super().finalize()
 
 
 class TokenizeStep(_RequestStep):
@@ -260,6 +264,7 @@ class EncodeStep(_Step):
     def finalize(self) -> None:
         self.asking.shutdown()
         self.runner.close()
+        super().finalize()
 
 
 class DecodeStep(_RequestStep):

@@ -90,5 +90,11 @@ def columns_of(task: Task, count: int = 20) -> dict[str, list[str]]:
 
 def ask_at_once(url: str, task: str, requests: Sequence[dict[str, Any]], clients: int) -> list[dict[str, Any]]:
     """The replies to `requests`, from so many clients at once, in the order of the requests."""
-    with ThreadPoolExecutor(clients) as pool, Client(url, timeout_s=120) as client:
-        return list(pool.map(lambda columns: client.infer(task, columns), requests))
+
+    def ask(first: int) -> list[dict[str, Any]]:
+        with Client(url, timeout_s=120) as client:
+            return [client.infer(task, columns) for columns in requests[first::clients]]
+
+    with ThreadPoolExecutor(clients) as pool:
+        shares = list(pool.map(ask, range(clients)))
+    return [shares[i % clients][i // clients] for i in range(len(requests))]
