@@ -216,7 +216,12 @@ class EncodeStep(_Step):
         rows = [row for _, part in turns for row in part]
         try:
             logits = run_together(self.runner, rows, self.runner.threads)
-        except Exception as error:  # answered, all of them: a carried one would else never be
+        except Exception as error:  # a row that the graph refuses: ids or lengths of a request that knew better
+            if len(turns) > 1:
+                for turn in turns:
+                    self._run([turn])
+                return
+            # answered in any case: a carried one would else never be
             failed = pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{self.model}: {_one_line(error)}"))
             for work, _ in turns:
                 self.carried = {key: other for key, other in self.carried.items() if other is not work}
@@ -241,7 +246,7 @@ class EncodeStep(_Step):
     def _ask_for_turn(self, key: str) -> None:
         """Queue for the next turn like any other request; where the queue takes no more, finish without it."""
         zeros = np.zeros((1, 1), np.int64)
-        with contextlib.suppress(pb_utils.TritonModelException):
+        with contextlib.suppress(Exception):  # whatever it is, the request still has its answer to get
             response = pb_utils.InferenceRequest(
                 model_name=self.model,
                 model_version=self.version,
