@@ -256,10 +256,16 @@ class EncodeStep(_Step):
             ).exec()
             if not response.has_error():
                 return
-        # a version that is being unloaded refuses new requests, and still owes this one its answer
-        with self.running:
-            if work := self.carried.pop(key, None):
-                self._run([(work, work.rows[work.finished :])])
+        # a queue that is full, or a version that is being unloaded, still owes this request its answer
+        while True:
+            with self.running:
+                work = self.carried.pop(key, None)
+                if work is None:
+                    return
+                rows = work.turn(TURN_TOKENS * self.runner.threads, self.runner.threads)
+                if len(rows) < work.left:
+                    self.carried[key] = work
+                self._run([(work, rows)])
 
     def _nothing(self) -> Any:
         """The reply to a request that only asked for a turn."""

@@ -13,7 +13,7 @@ from bertship.runners import OnnxRunner
 from bertship.tasks.base import Task
 from bertship.triton_limits import PLAN_MAX_BATCH
 
-PLAN_FILE = "model.plan"
+PLAN_FILE = "model.plan"  # its name in the repository
 MAX_BUCKETS = 3  # the batcher merges equal shapes only, so every further bucket makes batches smaller
 REBUILD = "build the plan again"
 
@@ -22,13 +22,14 @@ REBUILD = "build the plan again"
 class Plan:
     """A plan's promises: rows of one execution, row lengths in tokens, and the number of its optimization profiles.
 
-    `input_types` maps each input's name to its Triton data type.
+    `input_types` maps each input's name to its Triton data type; `file` is the plan's name in the export.
     """
 
     max_batch: int
     buckets: tuple[int, ...]
     profiles: int
     input_types: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(OnnxRunner.INPUTS, "INT64"))
+    file: str = PLAN_FILE
 
 
 def default_plan(task: Task) -> Plan:
@@ -36,17 +37,22 @@ def default_plan(task: Task) -> Plan:
     return Plan(PLAN_MAX_BATCH, task.buckets, len(task.buckets))
 
 
-def plan_of(manifest: Mapping[str, Any], task: Task) -> Plan | None:
-    """The plan that an export's manifest describes, None where it has none.
+def plan_of(manifest: Mapping[str, Any], task: Task, precision: str | None = None) -> Plan | None:
+    """The plan that an export's manifest describes, None where it has none that Triton loads.
 
-    `manifest["engines"]` maps names to facts: `module`, `file`, `inputs`, `outputs` (names, or names with their
-    types) and `profiles`, each with `smallest`, `usual` and `largest` (rows, tokens). Raises InputError where the plan
-    could not keep what the configuration would promise.
+    `manifest["plans"]` maps a precision to facts: `module`, `file`, `inputs`, `outputs` (names, or names with their
+    types) and `profiles`, each with `smallest`, `usual` and `largest` (rows, tokens). Taken is the plan of `precision`
+    where there is one, else the one that the export found best, else the first. Raises InputError where it could not
+    keep what the configuration would promise.
     """
-    engines = manifest.get("engines") or {}
-    found = engines.values() if isinstance(engines, Mapping) else engines
-    facts = next((f for f in found if f.get("file") == PLAN_FILE and f.get("module", "tensorrt") == "tensorrt"), None)
-    return None if facts is None else read_plan(facts, task)
+    plans = {
+        name: facts
+        for name, facts in (manifest.get("plans") or {}).items()
+        if facts.get("module", "tensorrt") == "tensorrt"
+    }
+    best = (manifest.get("best") or {}).get("precision")
+    chosen = next((name for name in (precision, best, *plans) if name in plans), None)
+    return None if chosen is None else read_plan(plans[chosen], task)
 
 
 def read_plan(facts: Mapping[str, Any], task: Task) -> Plan:
@@ -82,7 +88,8 @@ def read_plan(facts: Mapping[str, Any], task: Task) -> Plan:
                 f"{where}: a profile begins at {fewest} rows of {shortest} tokens; a single row of {longest} tokens "
                 f"has to fit: {REBUILD}"
             )
-    return Plan(min(rows for _, (rows, _) in shapes), buckets, len(shapes), inputs)
+    most = min(rows for _, (rows, _) in shapes)
+    return Plan(most, buckets, len(shapes), inputs, str(facts.get("file", PLAN_FILE)))
 
 
 def _types(given: Mapping[str, str] | Sequence[str] | None, usual: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ SERVED = "served.json"  # beside the graph: its precision, its name in the expor
 STEPS = {"tokenize": "TokenizeStep", "encode": "EncodeStep", "decode": "DecodeStep"}
 
 
-def render_files(task: Task, plan: Plan | None = None) -> dict[str, str]:
+def render_files(task: Task, *, plan: Plan | None = None) -> dict[str, str]:
     """Every configuration and adapter of the task's four models by path: what version control holds.
 
     `plan` None promises what the builder makes of the task by default.
@@ -66,15 +66,15 @@ def render(export: Path, repository: Path, precision: str | None = None) -> list
     manifest = read_manifest(export, "export")
     graph = graph_of(manifest, precision)
     task = Task.from_file(export / "task.json")
-    plan = plan_of(manifest, task)
-    check_files(export, manifest, ("task.json", "tokenizer.json", graph, *([PLAN_FILE] if plan else [])))
+    plan = plan_of(manifest, task, precision)
+    check_files(export, manifest, ("task.json", "tokenizer.json", graph, *([plan.file] if plan else [])))
     weights = {
         f"{task.name}_tokenize/{VERSION}/tokenizer.json": export / "tokenizer.json",
         f"{task.name}_encode/{VERSION}/model.onnx": export / graph,
-        **({f"{task.name}_encode/{VERSION}/{PLAN_FILE}": export / PLAN_FILE} if plan else {}),
+        **({f"{task.name}_encode/{VERSION}/{PLAN_FILE}": export / plan.file} if plan else {}),
         **{f"{task.name}_{step}/{VERSION}/task.json": export / "task.json" for step in STEPS},
     }
-    files = render_files(as_committed(task), plan)
+    files = render_files(as_committed(task), plan=plan)
     if faults := lint(files, task.name, plan):
         raise CheckFailed(f"the configurations of {task.name} do not fit together: {'; '.join(faults)}")
     folders, facts = [], manifest["files"][graph]

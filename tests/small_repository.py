@@ -58,7 +58,7 @@ def add_plan(export: Path, **changes: Any) -> dict[str, Any]:
     onnx.save(graph, export / "model.plan")
     manifest = json.loads((export / "manifest.json").read_text(encoding="utf-8"))
     graphs = {name: manifest[name] for name in ("task", "graphs", "serve")}
-    write_manifest(export, "export", engines={"tensorrt": facts}, **graphs)
+    write_manifest(export, "export", plans={"fp16": facts}, **graphs)
     return facts
 
 

@@ -1,5 +1,6 @@
 """serving/repository.py, plan.py, repository_lint.py: what is rendered fits together, and a misfit is found offline."""
 
+import dataclasses
 import json
 
 import pytest
@@ -255,7 +256,7 @@ def test_a_repository_on_disk_is_checked_with_its_weights(tmp_path):
 
 def test_nothing_is_published_that_does_not_fit(tmp_path, monkeypatch):
     def wrong(task, plan=None):
-        files = render_files(task, plan)
+        files = render_files(task, plan=plan)
         return edited(files, "finder_encode/config.pbtxt", lambda c: setattr(c, "max_batch_size", 99))
 
     export = make_export(tmp_path / "export", "span")
@@ -317,11 +318,15 @@ def test_a_plan_that_cannot_keep_the_promises_is_refused(changes, says):
     assert str(caught.value).startswith("model.plan of finder: ") and says in str(caught.value)
 
 
-def test_a_manifest_without_a_plan_of_tensorrt_has_none():
-    facts = engine_facts(SENTENCE)
+def test_a_plan_is_chosen_by_precision_and_must_be_one_that_triton_loads():
+    facts, int8 = engine_facts(SENTENCE), engine_facts(SENTENCE, file="model.int8.plan")
+    usual = Plan(PLAN_MAX_BATCH, SENTENCE.buckets, 2)
     assert plan_of({}, SENTENCE) is None
-    assert plan_of({"engines": {"rtx": {**facts, "module": "tensorrt_rtx"}}}, SENTENCE) is None
-    assert plan_of({"engines": [facts]}, SENTENCE) == Plan(PLAN_MAX_BATCH, SENTENCE.buckets, 2)
+    assert plan_of({"plans": {"fp16": {**facts, "module": "tensorrt_rtx"}}}, SENTENCE) is None
+    both = {"plans": {"fp16": facts, "int8_qdq": int8}}
+    assert plan_of(both, SENTENCE) == plan_of(both, SENTENCE, "fp32") == usual
+    assert plan_of(both, SENTENCE, "int8_qdq") == dataclasses.replace(usual, file="model.int8.plan")
+    assert plan_of({**both, "best": {"precision": "int8_qdq"}}, SENTENCE).file == "model.int8.plan"
 
 
 def test_models_of_a_task():
