@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from small_bert import CONFIG, LETTERS, make_examples
+from small_bert import CONFIG, LETTERS, TOKENIZER, make_examples
 from small_repository import SENTENCE, SPAN, TOKEN, ask_at_once, columns_of, make_export, serving
 
 from bertship.client import Client
-from bertship.errors import InvalidRequest
+from bertship.errors import InvalidRequest, RequestTimeout
 from bertship.pipeline import from_export
 from bertship.tokenization import Row
 from bertship.triton_turns import Work, run_together
@@ -67,6 +67,10 @@ def counted(served, task, before):
 
 
 # ------------------------------------------------------------------------------------------------------------- turns
+
+
+def from_windows(columns):
+    return SPAN.behaviour.encode(SPAN, TOKENIZER, columns).rows
 
 
 def rows_of(*lengths):
@@ -173,6 +177,21 @@ def test_a_long_document_is_answered_while_its_model_is_unloaded(exports, tmp_pa
         for name, values in expected.items():
             np.testing.assert_array_equal(reply.result()[name], values, err_msg=name)
         assert executions < 100
+
+
+def test_a_long_document_that_nobody_waits_for_is_dropped(served):
+    """srv.15: over gRPC, which tells the server that the client has gone."""
+    longer = {"QUESTION": ["a b"], "CONTEXT": ["c d e f " * 27_000]}
+    windows = len(from_windows(longer))
+    assert windows > 3000
+    before = metrics(served)
+    with Client(f"grpc://{served.grpc_url}", timeout_s=1.0) as client, pytest.raises(RequestTimeout):
+        client.infer("reader", longer)
+    done = -1.0
+    while (now := counted(served, "reader", before)["execution_rows"]) != done:  # until it has come to rest
+        done = now
+        time.sleep(1.0)
+    assert 0 < done < windows / 2
 
 
 def test_nobody_else_can_ask_for_a_turn(served, urls):
