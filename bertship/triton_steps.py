@@ -29,7 +29,6 @@ from bertship.triton_metrics import Counters
 from bertship.triton_turns import Work, run_together
 
 _NUMPY = {"BOOL": bool, "BYTES": object, "FP32": np.float32, "INT32": np.int32, "INT64": np.int64}
-_CANCELLED = pb_utils.TritonError("nobody waits for the answer any more", pb_utils.TritonError.CANCELLED)
 _CONTINUE = "bertship_continue"  # the parameter of a request that only asks for a carried-over request's next turn
 
 
@@ -186,12 +185,8 @@ class EncodeStep(_Step):
                 works.append(self._read(request))
                 works[-1].answer = partial(responses.__setitem__, i)
             elif key in self.carried:
+                works.append(self.carried.pop(key))
                 responses[i] = self._nothing()
-                work = self.carried.pop(key)
-                if work.cancelled():
-                    work.answer(pb_utils.InferenceResponse(error=_CANCELLED))
-                else:
-                    works.append(work)
             else:  # failed meanwhile, or a key that is not ours
                 responses[i] = _invalid(f"{self.model}: no request is carried over as {key!r:.40}")
         turns = [(work, work.turn(TURN_TOKENS * self.runner.threads, self.runner.threads)) for work in works]
@@ -199,8 +194,7 @@ class EncodeStep(_Step):
         going_on = [(work, rows) for work, rows in turns if len(rows) < work.left]
         if going_on:  # then those that end need not wait for the end of this execution
             for place, request in new.items():
-                sender = request.get_response_sender()
-                works[place].answer, works[place].cancelled = _sending(sender), sender.is_cancelled
+                works[place].answer = _sending(request.get_response_sender())
         for work, _ in going_on:
             work.keep()
             # asked for before this turn runs, so that the next execution is there when it ends

@@ -22,7 +22,6 @@ class Work:
     rows: Sequence[Row]
     tokens: int  # padded length of the request's rows
     answer: Callable[[Any], None] = lambda response: None  # where the response goes
-    cancelled: Callable[[], bool] = lambda: False  # whether nobody waits for it any more
     done: dict[str, list[np.ndarray]] = field(default_factory=dict)
     finished: int = 0  # rows
 

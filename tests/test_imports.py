@@ -31,10 +31,6 @@ class MetricFamily:
     def __init__(self, **what): pass
     def Metric(self, labels): return self
 stub.MetricFamily = MetricFamily
-class TritonError:
-    CANCELLED = 0
-    def __init__(self, message, code): pass
-stub.TritonError = TritonError
 sys.modules["triton_python_backend_utils"] = stub
 """
 HEAVY = """
