@@ -126,5 +126,5 @@ gpu-check: $(if $(CONTAINER),,$(RUN_STAMP)) ## What only a GPU can show, in at m
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi
 	@rm -rf runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	@find model_repository -name '*.onnx' -o -name '*.plan' -o -name 'task*.json' -o -name 'tokenizer.json' | xargs -r rm -f
+	@find model_repository -name '*.onnx' -o -name '*.plan' -o -name 'task*.json' -o -name 'served.json' -o -name 'tokenizer.json' | xargs -r rm -f
 	@if [ -n "$(ALL)" ]; then rm -rf .venv .triton; fi

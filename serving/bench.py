@@ -1,56 +1,45 @@
 """Measure a running server with Triton's own perf_analyzer, on real texts with their real lengths.
 
     result = bench("sst2", samples, http_url=..., grpc_url=..., triton=environment.prepare(), out=Path("runs/bench"))
-    print(*lines(result), sep="\\n")
+    print(*lines(result), sep="\n")
 
-One text a request. For each protocol and number of concurrent clients: throughput and percentiles as the clients see
-them, and from Triton's statistics what each step of the ensemble took and how many rows its encoder ran at once.
-
-perf_analyzer measures in windows and by default goes on until three of them in a row agree; on a shared machine they
-may never, and then it writes nothing. Here it takes exactly three windows, whatever they are, and reports all their
-requests together; the throughput of each window is kept, so that a reader of the figures sees how steady they are.
-`--request-count` would be simpler, but its figures are wrong.
+One text a request. For each protocol and load, closed loop (so many clients) or open loop (so many requests a second):
+throughput and percentiles as the clients see them; from Triton's statistics what each step of the ensemble took and how
+many rows its encoder ran at once; from the steps' own counters tokens and the share of padding.
 """
 
 import contextlib
-import csv
 import importlib.metadata
-import io
 import json
 import os
 import platform
 import random
 import re
-import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bertship import artifacts
 from bertship.client import Client
-from bertship.errors import CheckFailed, InputError, ServerUnavailable
+from bertship.errors import InputError, ServerUnavailable
+from serving.bench_report import lines, plot, to_csv
 from serving.environment import TritonEnvironment
+from serving.memory import memory_of
+from serving.perf_analyzer import STRETCH, WINDOWS, Load, PerfAnalyzer
 from serving.repository import STEPS
+
+__all__ = ["bench", "lines"]
 
 SEED = 0
 MAX_ENTRIES = 1000  # different texts that are cycled through
-WINDOWS = 3  # perf_analyzer judges the last three and reports them together; with fewer it reports nothing
-STRETCH = 1.2  # it takes windows longer than asked, by this factor
-ANY_DEVIATION = 1_000_000  # per cent: every measurement is stable enough
 WARM_UP_S = 1.0
 WINDOW_LATENCIES = 4  # a window lasts at least this many 99th percentiles, else few requests would end in it
-MAX_WINDOW_S = 60.0
-PERCENTILES = (50, 90, 95, 99)
 
-_CSV_COLUMNS = {
-    "Inferences/Second": ("throughput_per_s", 1.0),
-    "Avg latency": ("mean_ms", 1e-3),
-    **{f"p{p} latency": (f"p{p}_ms", 1e-3) for p in PERCENTILES},
-}
 _TIMES = ("queue", "compute_input", "compute_infer", "compute_output")
-_NO_REQUESTS = "No valid requests recorded"
+_COUNTED = ("texts", "rows", "tokens", "padding_tokens", "truncated_texts", "executions", "execution_requests")
 
 
 def bench(
@@ -62,15 +51,20 @@ def bench(
     triton: TritonEnvironment,
     out: Path,
     concurrencies: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    request_rates: Sequence[float] = (),
     protocols: Sequence[str] = ("http", "grpc"),
     seconds: float = 5.0,
     report: Callable[[str], None] = lambda line: None,
     precision: str | None = None,
+    metrics_url: str | None = None,
+    server_pid: int | None = None,
 ) -> dict[str, Any]:
-    """Measure a served task; writes `out`/bench.json and `out`/bench.csv at the end and returns what bench.json holds.
+    """Measure a served task; writes bench.json, bench.csv and bench.png in `out` at the end, returns bench.json's.
 
     `samples` are an export's: {"columns": {tensor name: text}, ...} each. `seconds` is what one run measures, longer
-    where requests take longer than a window. `precision` is recorded only: the server does not tell.
+    where requests take longer than a window. `request_rates`, per second, are open-loop runs with Poisson arrivals.
+    `precision` is recorded only: the server does not tell. With `metrics_url` the share of padding is read, with
+    `server_pid` the memory of each step's process.
 
     Raises InputError: nothing to ask, or a wrong setting; ServerUnavailable: no server, or the task is not served;
     CheckFailed: perf_analyzer failed, with its own reason. Nothing is written then.
@@ -78,10 +72,12 @@ def bench(
     addresses = {"http": http_url.rpartition("://")[2].rstrip("/"), "grpc": grpc_url.rpartition("://")[2].rstrip("/")}
     if unknown := [protocol for protocol in protocols if protocol not in addresses]:
         raise InputError(f"protocol {unknown[0]!r}: http or grpc is needed")
-    if not protocols or not concurrencies or min(concurrencies) < 1 or not seconds > 0:
+    loads = [*(Load(concurrency=n) for n in concurrencies), *(Load(rate_per_s=r) for r in request_rates)]
+    if not protocols or not loads or min((*concurrencies, 1)) < 1 or not seconds > 0 or min((*request_rates, 1)) <= 0:
         raise InputError(
-            f"protocols {list(protocols)}, concurrencies {list(concurrencies)}, {seconds} seconds: at least one "
-            "protocol, one concurrency of 1 or more, and more than 0 seconds are needed"
+            f"protocols {list(protocols)}, concurrencies {list(concurrencies)}, rates {list(request_rates)}, {seconds} "
+            "seconds: at least one protocol, one concurrency of 1 or more or one rate above 0, and more than 0 seconds "
+            "are needed"
         )
     if not triton.perf_analyzer.exists():
         raise InputError(f"{triton.perf_analyzer} is missing: `make setup` brings it")
@@ -91,7 +87,7 @@ def bench(
             raise ServerUnavailable(
                 f"{task_name} is not served at {http_url}, which serves {', '.join(served) or 'no task'}"
             )
-    statistics = _Statistics(addresses["http"], task_name)
+    statistics = _Statistics(addresses["http"], task_name, metrics_url)
     with _asking(addresses["http"]) as server:
         inputs = [tensor["name"] for tensor in server.get_model_metadata(task_name)["inputs"]]
         encoder = server.get_model_config(f"{task_name}_encode")
@@ -116,8 +112,9 @@ def bench(
             "warm_up_s": WARM_UP_S,  # before each run
             "window_stretch": STRETCH,
             "client": "perf_analyzer on the server's machine, one synchronous thread a concurrent request",
-            "perf_analyzer": list(_PerfAnalyzer.settings),
+            "perf_analyzer": list(PerfAnalyzer.settings),
         },
+        "memory": {},
         "rows": [],
     }
     machine = result["machine"]
@@ -127,143 +124,50 @@ def bench(
             "what else runs takes part of what is measured"
         )
     with tempfile.TemporaryDirectory(prefix="bertship-bench-") as folder:
-        analyzer = _PerfAnalyzer(triton.perf_analyzer, addresses, task_name, Path(folder), entries)
+        analyzer = PerfAnalyzer(triton.perf_analyzer, addresses, task_name, Path(folder), entries)
         for protocol in protocols:
-            for concurrency in concurrencies:
-                warm = analyzer.run(protocol, concurrency, WARM_UP_S)
+            for load in loads:
+                warm = analyzer.run(protocol, load, WARM_UP_S)
                 needed_s = WINDOWS * WINDOW_LATENCIES * warm["p99_ms"] / 1e3
                 before = statistics.read()
-                measured = analyzer.run(protocol, concurrency, max(seconds, needed_s))
+                measured = analyzer.run(protocol, load, max(seconds, needed_s))
                 row = measured | _stages(before, statistics.read())
-                result["rows"].append({"protocol": protocol, "concurrency": concurrency, **row})
+                asked = {"concurrency": load.concurrency, "rate_per_s": load.rate_per_s}
+                result["rows"].append({"protocol": protocol, **asked, **row})
                 report(
-                    f"{protocol}, {concurrency} at once: {row['throughput_per_s']:.0f} texts/s, "
+                    f"{protocol}, {load}: {row['throughput_per_s']:.0f} texts/s, "
                     f"p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms, {row['mean_batch']:.1f} rows a batch"
                 )
-    artifacts.write_text(out / "bench.csv", _csv(result["rows"]))
+    if server_pid:
+        result["memory"] = memory_of(server_pid)
+    artifacts.write_text(out / "bench.csv", to_csv(result["rows"]))
     artifacts.write_text(out / "bench.json", json.dumps(result, indent=2) + "\n")
+    plot(result, out / "bench.png")
     return result
 
 
-def lines(result: Mapping[str, Any]) -> list[str]:
-    """The result as a plain-text table, and what one client's time goes to."""
-    head = f"{'protocol':<10}{'at once':>8}{'texts/s':>10}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}{'mean batch':>12}"
-    table = [
-        f"{row['protocol']:<10}{row['concurrency']:>8}{row['throughput_per_s']:>10.1f}{row['p50_ms']:>10.2f}"
-        f"{row['p90_ms']:>10.2f}{row['p99_ms']:>10.2f}{row['mean_batch']:>12.2f}"
-        for row in result["rows"]
-    ]
-    alone = [
-        f"{row['protocol']}, one at a time: p50 {row['p50_ms']:.2f} ms, of which steps compute "
-        f"{row['steps_ms']:.2f} ms on average ("
-        + ", ".join(f"{step} {times['compute_input_ms'] + times['compute_infer_ms']:.2f}" for step, times in stages)
-        + ")"
-        for row in result["rows"]
-        if row["concurrency"] == 1 and (stages := list(row["stages"].items()))
-    ]
-    machine, precision = result["machine"], result["precision"]
-    where = (
-        f"{result['task']}{', ' + precision.upper() if precision else ''}, one text a request, on {machine['cores']} "
-        f"cores of {machine['cpu']} shared with the client (load at the start: {machine['load_at_start']:.1f})"
-    )
-    return [head, *table, *alone, where]
-
-
-def parse_csv(text: str) -> dict[str, float]:
-    """Throughput and latencies of perf_analyzer's report of one run. Raises CheckFailed where it is no such report."""
-    rows = list(csv.DictReader(io.StringIO(text)))
-    try:
-        (row,) = rows
-        return {name: round(float(row[column]) * scale, 6) for column, (name, scale) in _CSV_COLUMNS.items()}
-    except (KeyError, TypeError, ValueError):
-        wanted = ", ".join(_CSV_COLUMNS)
-        raise CheckFailed(f"perf_analyzer's report is {text!r:.200}: one row with {wanted} was expected") from None
-
-
-class _PerfAnalyzer:
-    """The program with the texts that it sends, both in `folder`, which is the caller's to remove."""
-
-    settings = ("-s", str(ANY_DEVIATION), "-r", str(WINDOWS), "--verbose-csv", "-v")
-
-    def __init__(
-        self,
-        program: Path,
-        addresses: Mapping[str, str],
-        model: str,
-        folder: Path,
-        entries: Sequence[Mapping[str, Any]],
-    ) -> None:
-        self._program, self._addresses, self._model = program, addresses, model
-        self._input, self._report = folder / "input.json", folder / "report.csv"
-        self._input.write_text(json.dumps({"data": entries}), encoding="utf-8")
-        # libcurl and gRPC would ask a proxy for the server
-        self._variables = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-
-    def run(self, protocol: str, concurrency: int, seconds: float) -> dict[str, Any]:
-        """Measure for `seconds`, doubled while no request ends in a window. Raises CheckFailed, ServerUnavailable."""
-        window_s = seconds / WINDOWS
-        where = f"{self._model} over {protocol} at {self._addresses[protocol]}, {concurrency} at once"
-        while True:
-            status, output, errors = self._call(protocol, concurrency, window_s, where)
-            if status == 0 and self._report.exists():
-                break
-            said = [line.strip() for line in (output + "\n" + errors).splitlines() if line.strip()]
-            reason = said[-1] if said else f"ended with status {status}"
-            if _NO_REQUESTS not in errors:
-                with Client(f"http://{self._addresses['http']}") as client:
-                    kind = CheckFailed if client.ready(self._model) else ServerUnavailable
-                raise kind(f"perf_analyzer on {where}: {reason}")
-            window_s *= 2
-            if window_s > MAX_WINDOW_S:
-                raise CheckFailed(f"perf_analyzer on {where}: no answer within {window_s / 2:.0f} s")
-        return {
-            **parse_csv(self._report.read_text(encoding="utf-8")),
-            "requests": int(_found(r"^ *Request count: (\d+)", output)[0]),
-            "seconds": round(window_s * WINDOWS, 3),
-            "windows_per_s": [float(rate) for rate in _found(r"Pass \[\d+\] throughput: ([\d.]+)", output)],
-        }
-
-    def _call(self, protocol: str, concurrency: int, window_s: float, where: str) -> tuple[int, str, str]:
-        self._report.unlink(missing_ok=True)
-        command = [
-            *(str(self._program), "-m", self._model, "-i", protocol, "-u", self._addresses[protocol]),
-            *("--input-data", str(self._input), "-f", str(self._report), "--concurrency-range", str(concurrency)),
-            *("-p", str(max(1, round(window_s * 1e3 / STRETCH))), *self.settings),
-        ]
-        timeout_s = 60 + 3 * WINDOWS * window_s
-        try:
-            process = subprocess.Popen(
-                command,
-                env=self._variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
-            )
-        except OSError as error:
-            raise InputError(f"{self._program} does not run: {error.strerror}; `make setup` makes it anew") from None
-        with process:
-            try:
-                output, errors = process.communicate(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                raise CheckFailed(f"perf_analyzer on {where}: not done after {timeout_s:.0f} s") from None
-            finally:
-                # interrupted: it is gone before its files are removed
-                process.kill()
-                process.wait()
-        return process.returncode, output, errors
-
-
 class _Statistics:
-    """Triton's counters of the ensemble's steps: counts, and nanoseconds in sum."""
+    """Triton's counters of the ensemble's steps (counts, and nanoseconds in sum), and under "counted" our own."""
 
-    def __init__(self, address: str, task_name: str) -> None:
-        self._address, self._task_name = address, task_name
+    def __init__(self, address: str, task_name: str, metrics_url: str | None) -> None:
+        self._address, self._task_name, self._metrics_url = address, task_name, metrics_url
 
     def read(self) -> dict[str, dict[str, int]]:
         with _asking(self._address) as server:
-            return {step: self._of(server, step) for step in STEPS}
+            return {step: self._of(server, step) for step in STEPS} | {"counted": self._counted()}
+
+    def _counted(self) -> dict[str, int]:
+        """`bertship.triton_metrics` of the task; nothing where the server has no metrics, or the steps are others."""
+        if not self._metrics_url:
+            return {}
+        try:
+            with urllib.request.urlopen(self._metrics_url, timeout=10) as reply:
+                text = reply.read().decode("utf-8")
+        except OSError as error:
+            raise ServerUnavailable(f"no metrics at {self._metrics_url}: {error}") from None
+        label = re.escape(f'{{task="{self._task_name}"}}')
+        found = re.findall(rf"^bertship_(\w+)_total{label} (\S+)$", text, re.MULTILINE)
+        return {name: int(float(value)) for name, value in found}
 
     def _of(self, server: Any, step: str) -> dict[str, int]:
         versions = server.get_inference_statistics(f"{self._task_name}_{step}")["model_stats"]
@@ -293,8 +197,13 @@ def _stages(before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping
         stages[step] = {"requests": did["requests"], "executions": did["executions"], **times, "compute_ms": compute_ms}
         if step == "encode":
             mean_batch = round(did["rows"] / max(did["executions"], 1), 3)
+    did = {name: after["counted"].get(name, 0) - before["counted"].get(name, 0) for name in _COUNTED}
+    computed = did["tokens"] + did["padding_tokens"]
     return {
         "mean_batch": mean_batch,
+        "requests_a_batch": round(did["execution_requests"] / did["executions"], 3) if did["executions"] else None,
+        "padding_share": round(did["padding_tokens"] / computed, 4) if computed else None,
+        "tokens": did["tokens"],
         "queue_ms": round(sum(times["queue_ms"] for times in stages.values()), 4),
         "compute_ms": round(sum(times["compute_ms"] for times in stages.values()), 4),
         # A step's response leaves before its compute_output ends, and the next step begins meanwhile: with it the sum
@@ -349,13 +258,6 @@ def _asking(address: str) -> Iterator[Any]:
             raise ServerUnavailable(f"the server at http://{address} does not tell its state: {reason}") from None
 
 
-def _found(pattern: str, text: str) -> list[str]:
-    found = re.findall(pattern, text, re.MULTILINE)
-    if not found:
-        raise CheckFailed(f"perf_analyzer said {text[-200:]!r}: {pattern!r} was expected in it")
-    return found
-
-
 def _machine() -> dict[str, Any]:
     cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return {
@@ -372,17 +274,3 @@ def _served_versions(triton: TritonEnvironment) -> dict[str, str]:
     names = {"numpy", "onnxruntime", "tokenizers", "nvidia-pytriton", "tritonclient"}
     found = importlib.metadata.distributions(path=[str(triton.site_packages)])
     return {f"server {item.name}": item.version for item in sorted(found, key=lambda i: i.name) if item.name in names}
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows, flat: a step's times as columns of their own."""
-    flat = []
-    for row in rows:
-        plain = {name: value for name, value in row.items() if not isinstance(value, dict | list)}
-        steps = {f"{step}_{name}": value for step, times in row["stages"].items() for name, value in times.items()}
-        flat.append(plain | steps)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()

@@ -1,12 +1,16 @@
 """Render a task's Triton repository: four model folders, from the task's definition and an export's artifacts.
 
-`TASK` is the ensemble of `TASK_tokenize`, `TASK_encode` and `TASK_decode`. Two worlds share the folders: the embedded
-server reads `configs/embedded.pbtxt` where there is one, NVIDIA's container reads `config.pbtxt`, which serves the
-TensorRT plan. The configurations and the adapters depend on the task alone, so they can be kept under version control;
-weights and tokenizers come from the export.
+`TASK` is the ensemble of `TASK_tokenize`, `TASK_encode` and `TASK_decode`. Three worlds share the folders. Triton reads
+`config.pbtxt`, which serves the TensorRT plan, unless `--model-config-name` says otherwise: `onnxruntime` for NVIDIA's
+container without TensorRT, `embedded` for the wheel's server; a model without a file of that name keeps `config.pbtxt`.
+The configurations and the adapters depend on the task alone, or on the facts of its plan where an export has one, so
+those of the built-in tasks are kept under version control; weights and tokenizers come from the export.
 """
 
+import dataclasses
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +18,39 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from bertship.artifacts import check_files, publish, read_manifest, write_text
-from bertship.errors import InputError
+from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
 from bertship.tasks import KINDS, TASKS
 from bertship.tasks.base import Task, TensorSpec
-from bertship.triton_limits import MAX_QUEUE, MAX_ROWS, PLAN_MAX_BATCH, QUEUE_TIMEOUT_S
+from bertship.triton_limits import CORES, MAX_QUEUE, MAX_ROWS, QUEUE_TIMEOUT_S
+from serving.plan import PLAN_FILE, Plan, default_plan, plan_of
+from serving.repository_lint import lint
+from serving.warmup import add_warmups
 
 VERSION = "1"
 ENCODER_INPUTS = tuple(TensorSpec(name, "INT64", (-1, -1)) for name in OnnxRunner.INPUTS)
 TRUNCATED = TensorSpec("TRUNCATED", "BOOL")
+SERVED = "served.json"  # beside the graph: its precision, its name in the export, its hash
 STEPS = {"tokenize": "TokenizeStep", "encode": "EncodeStep", "decode": "DecodeStep"}
 
 
-def render_files(task: Task, version: str = VERSION) -> dict[str, str]:
+def render_files(task: Task, version: str = VERSION, *, plan: Plan | None = None) -> dict[str, str]:
     """Every configuration and adapter of the task's four models by path: what version control holds.
 
     The steps' files are those of `version`, and the ensemble names that version of each, so that several can be loaded
-    side by side and none ever meets another's tokenization.
+    side by side and none ever meets another's tokenization. `plan` None promises what the builder makes of the task by
+    default.
     """
+    plan = plan or default_plan(task)
     files = {
         f"{task.name}/config.pbtxt": _text(_ensemble(task, version)),
         f"{task.name}/{VERSION}/.gitkeep": "",
-        f"{task.name}_tokenize/config.pbtxt": _text(_tokenize(task, _plan_parameters(task))),
+        f"{task.name}_tokenize/config.pbtxt": _text(_tokenize(task, _padding(plan), plan.input_types)),
+        f"{task.name}_tokenize/configs/onnxruntime.pbtxt": _text(_tokenize(task, _padding(plan))),
         f"{task.name}_tokenize/configs/embedded.pbtxt": _text(_tokenize(task, {"max_rows": str(MAX_ROWS)})),
-        f"{task.name}_encode/config.pbtxt": _text(_encode_plan(task)),
+        f"{task.name}_encode/config.pbtxt": _text(_encode_plan(task, plan)),
+        f"{task.name}_encode/configs/onnxruntime.pbtxt": _text(_encode_onnxruntime(task, plan)),
         f"{task.name}_encode/configs/embedded.pbtxt": _text(_encode_embedded(task)),
         f"{task.name}_decode/config.pbtxt": _text(_decode(task)),
     }
@@ -47,11 +59,30 @@ def render_files(task: Task, version: str = VERSION) -> dict[str, str]:
     return files
 
 
-def weights(task: Task, export: Path, graph: str, version: str = VERSION) -> dict[str, Path]:
-    """What an export brings of a version, by its path in the repository; `graph` is the file name of its ONNX."""
-    return {
+def contents(
+    export: Path, precision: str | None = None, version: str = VERSION
+) -> tuple[dict[str, str], dict[str, Path]]:
+    """What an export becomes in a repository as `version`, by path: texts to write, and its files to copy.
+
+    `precision` is one of those exported; None takes what the export found best for this machine. Raises InputError
+    for an export or a plan that will not do, CheckFailed where the configurations contradict each other.
+    """
+    manifest = read_manifest(export, "export")
+    graph = graph_of(manifest, precision)
+    task = Task.from_file(export / "task.json")
+    plan = plan_of(manifest, task, precision)
+    check_files(export, manifest, ("task.json", "tokenizer.json", graph, *([plan.file] if plan else [])))
+    texts = render_files(as_committed(task), version, plan=plan)
+    if faults := lint(texts, task.name, plan):
+        raise CheckFailed(f"the configurations of {task.name} do not fit together: {'; '.join(faults)}")
+    encode = f"{task.name}_encode/{version}"
+    sha256 = manifest["files"][graph]["sha256"]
+    served = {"precision": precision or manifest["serve"], "graph": graph, "sha256": sha256}
+    texts[f"{encode}/{SERVED}"] = json.dumps(served, indent=2) + "\n"
+    return texts, {
         f"{task.name}_tokenize/{version}/tokenizer.json": export / "tokenizer.json",
-        f"{task.name}_encode/{version}/model.onnx": export / graph,
+        f"{encode}/model.onnx": export / graph,
+        **({f"{encode}/{PLAN_FILE}": export / plan.file} if plan else {}),
         **{f"{task.name}_{step}/{version}/task.json": export / "task.json" for step in STEPS},
     }
 
@@ -59,28 +90,32 @@ def weights(task: Task, export: Path, graph: str, version: str = VERSION) -> dic
 def render(export: Path, repository: Path, precision: str | None = None) -> list[Path]:
     """Put the export's task into `repository`, each model folder appearing whole; returns the folders.
 
-    `precision` is one of those exported; None takes what the export found best for this machine. Raises InputError.
+    `precision` and errors are those of `contents`.
     """
-    manifest = read_manifest(export, "export")
-    graph = graph_of(manifest, precision)
-    check_files(export, manifest, ("task.json", "tokenizer.json", graph))
-    task = Task.from_file(export / "task.json")
-    brought = weights(task, export, graph)
-    # a built-in task whose labels come from the data is rendered as it is committed, for any number of them
-    files = render_files(TASKS.get(task.name, task))
-    folders = []
-    for model in (f"{task.name}_encode", f"{task.name}_tokenize", f"{task.name}_decode", task.name):
-        with publish(repository / model) as staging:
-            for name, text in files.items():
-                if name.startswith(f"{model}/"):
-                    path = staging / name.removeprefix(f"{model}/")
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(text, encoding="utf-8")
-            for name, source in brought.items():
-                if name.startswith(f"{model}/"):
-                    shutil.copyfile(source, staging / name.removeprefix(f"{model}/"))
-        folders.append(repository / model)
+    texts, brought = contents(export, precision)
+    name = Task.from_file(export / "task.json").name
+    folders = [repository / model for model in (*(f"{name}_{step}" for step in ("encode", "tokenize", "decode")), name)]
+    for folder in folders:
+        with publish(folder) as staging:
+            copy_into(staging, f"{folder.name}/", texts, brought)
     return folders
+
+
+def copy_into(folder: Path, prefix: str, texts: Mapping[str, str], brought: Mapping[str, Path]) -> None:
+    """Write into `folder` what `contents` names under `prefix`."""
+    for path, text in texts.items():
+        if path.startswith(prefix):
+            target = folder / path.removeprefix(prefix)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+    for path, source in brought.items():
+        if path.startswith(prefix):
+            shutil.copyfile(source, folder / path.removeprefix(prefix))
+
+
+def as_committed(task: Task) -> Task:
+    """The task as it is rendered: a built-in one whose labels come from the data, for any number of them."""
+    return dataclasses.replace(task, labels=TASKS[task.name].labels) if task.name in TASKS else task
 
 
 def ready_models(repository: Path) -> list[str]:
@@ -111,6 +146,12 @@ def served_version(repository: Path, task: str) -> str:
     return str(versions.pop())
 
 
+def served_precision(repository: Path, task_name: str) -> str | None:
+    """The precision of the graph that is served of the task; None where it was not put there by `render`."""
+    path = repository / f"{task_name}_encode" / served_version(repository, task_name) / SERVED
+    return str(json.loads(path.read_text(encoding="utf-8"))["precision"]) if path.is_file() else None
+
+
 def render_configurations(repository: Path) -> None:
     """Write what version control holds of every built-in task, and nothing else."""
     for task in TASKS.values():
@@ -118,9 +159,9 @@ def render_configurations(repository: Path) -> None:
             write_text(repository / name, text)
 
 
-def _plan_parameters(task: Task) -> dict[str, str]:
-    """A TensorRT plan has few, coarse shapes: requests are padded to them and no larger than its largest batch."""
-    return {"max_rows": str(PLAN_MAX_BATCH), "pad_to": ",".join(map(str, task.buckets))}
+def _padding(plan: Plan) -> dict[str, str]:
+    """Native backends merge equal shapes only: requests are padded to few coarse ones, and no larger than a batch."""
+    return {"max_rows": str(plan.max_batch), "pad_to": ",".join(map(str, plan.buckets))}
 
 
 def _ensemble(task: Task, version: str) -> Any:
@@ -145,12 +186,14 @@ def _ensemble(task: Task, version: str) -> Any:
     return config
 
 
-def _tokenize(task: Task, parameters: dict[str, str]) -> Any:
+def _tokenize(task: Task, parameters: dict[str, str], types: Mapping[str, str] | None = None) -> Any:
     config = _python_step(task, "tokenize")
     config.input.extend(_input(spec) for spec in _requests(task))
-    config.output.extend(_output(spec) for spec in (*ENCODER_INPUTS, *task.behaviour.row_tensors, TRUNCATED))
+    rows = [dataclasses.replace(spec, datatype=(types or {}).get(spec.name, spec.datatype)) for spec in ENCODER_INPUTS]
+    config.output.extend(_output(spec) for spec in (*rows, *task.behaviour.row_tensors, TRUNCATED))
     for name, value in sorted(parameters.items()):
         config.parameters[name].string_value = value
+    add_warmups(config, [{"tokens": 1}])
     return config
 
 
@@ -158,26 +201,13 @@ def _encode_embedded(task: Task) -> Any:
     config = _python_step(task, "encode")
     config.max_batch_size = MAX_ROWS
     # ragged: requests of unlike row lengths reach one execution, where rows run unpadded anyway
-    for spec in ENCODER_INPUTS:
-        config.input.append(_input(TensorSpec(spec.name, spec.datatype, spec.dims[1:]), allow_ragged_batch=True))
+    config.input.extend(_rows(allow_ragged_batch=True))
     config.output.extend(_output(spec) for spec in task.behaviour.logits(task))
     # no delay: while one execution runs, the queue itself makes the next batch
     config.dynamic_batching.max_queue_delay_microseconds = 0
     _drop_what_nobody_waits_for(config)
-    return config
-
-
-def _encode_plan(task: Task) -> Any:
-    config = pb.ModelConfig(name=f"{task.name}_encode", platform="tensorrt_plan", max_batch_size=PLAN_MAX_BATCH)
-    config.default_model_filename = "model.plan"
-    config.version_policy.all.SetInParent()
-    config.input.extend(_input(TensorSpec(spec.name, spec.datatype, spec.dims[1:])) for spec in ENCODER_INPUTS)
-    config.output.extend(_output(spec) for spec in task.behaviour.logits(task))
-    # only profile 0 would be used if they were not listed
-    profiles = [str(i) for i in range(len(task.buckets))]
-    config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_GPU, profile=profiles)
-    config.dynamic_batching.max_queue_delay_microseconds = 0
-    _drop_what_nobody_waits_for(config)
+    _take_turns(config)
+    add_warmups(config, [{"tokens": task.max_tokens}, {"tokens": task.max_tokens, "rows": 2}])
     return config
 
 
@@ -191,6 +221,39 @@ def _drop_what_nobody_waits_for(config: Any) -> None:
     policy.max_queue_size = MAX_QUEUE
 
 
+def _encode_plan(task: Task, plan: Plan) -> Any:
+    config = _encode_native(task, plan, "tensorrt_plan", PLAN_FILE, plan.input_types)
+    # only profile 0 would be used if they were not listed
+    config.instance_group[0].profile.extend(str(i) for i in range(plan.profiles))
+    return config
+
+
+def _encode_onnxruntime(task: Task, plan: Plan) -> Any:
+    config = _encode_native(task, plan, "onnxruntime_onnx", "model.onnx", {})
+    config.backend = "onnxruntime"
+    _take_turns(config)
+    return config
+
+
+def _encode_native(task: Task, plan: Plan, platform: str, file: str, types: Mapping[str, str]) -> Any:
+    config = pb.ModelConfig(name=f"{task.name}_encode", platform=platform, max_batch_size=plan.max_batch)
+    config.default_model_filename = file
+    config.version_policy.all.SetInParent()
+    config.input.extend(_rows(types))
+    config.output.extend(_output(spec) for spec in task.behaviour.logits(task))
+    # automatic: the GPU where there is one
+    config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_AUTO)
+    config.dynamic_batching.max_queue_delay_microseconds = 0
+    _drop_what_nobody_waits_for(config)
+    add_warmups(config, [{"tokens": n, "rows": rows} for n in plan.buckets for rows in (1, plan.max_batch)])
+    return config
+
+
+def _take_turns(config: Any) -> None:
+    """An execution keeps every core busy, so the encoders of several tasks run one after another."""
+    config.instance_group[0].rate_limiter.resources.add(name=CORES, count=1, **{"global": True})
+
+
 def _decode(task: Task) -> Any:
     kind = task.behaviour
     config = _python_step(task, "decode")
@@ -198,6 +261,7 @@ def _decode(task: Task) -> Any:
     logits = [TensorSpec(spec.name, spec.datatype, (-1, *spec.dims)) for spec in kind.logits(task)]
     config.input.extend(_input(spec) for spec in (*texts, *kind.row_tensors, *logits))
     config.output.extend(_output(spec) for spec in kind.outputs(task))
+    add_warmups(config, [{"tokens": 1}])
     return config
 
 
@@ -208,6 +272,14 @@ def _python_step(task: Task, step: str) -> Any:
     # said outright: left out, Triton would start more than one
     config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
     return config
+
+
+def _rows(types: Mapping[str, str] | None = None, **more: Any) -> list[Any]:
+    """The encoder's inputs without the batch's dimension."""
+    return [
+        _input(TensorSpec(spec.name, (types or {}).get(spec.name, spec.datatype), spec.dims[1:]), **more)
+        for spec in ENCODER_INPUTS
+    ]
 
 
 def _requests(task: Task) -> tuple[TensorSpec, ...]:

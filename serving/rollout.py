@@ -27,7 +27,7 @@ from bertship.tasks import TASKS
 from bertship.tasks.base import Task
 from serving.check import BATCH, check_answers
 from serving.control import CANDIDATE, Control, steps_of
-from serving.repository import STEPS, render_files, served_version, weights
+from serving.repository import STEPS, contents, copy_into, render_files, served_version
 
 MAX_SAMPLES = 200
 DRAIN_S = 30.0  # how long a version that no new request reaches is waited for before it is taken away
@@ -48,8 +48,7 @@ class Rollout:
         """
         started_s = time.monotonic()
         manifest = read_manifest(export, "export")
-        graph = graph_of(manifest, precision)
-        check_files(export, manifest, ("task.json", "tokenizer.json", "samples.jsonl", graph))
+        check_files(export, manifest, ("task.json", "samples.jsonl", graph_of(manifest, precision)))
         task = Task.from_file(export / "task.json")
         with self._alone():
             before = self._served(task.name)
@@ -58,7 +57,7 @@ class Rollout:
             self._log("deploy", f"{task.name}: version {version} from {export}", **said)
             kept = self._configurations(task.name)
             try:
-                ensemble = self._place(task, version, weights(task, export, graph, version))
+                ensemble = self._place(task, version, *contents(export, precision, version))
                 self._try(task.name, version, ensemble)
                 samples = self._check(task, export, manifest, precision or str(manifest["serve"]))
                 self._switch(task.name, version, ensemble)
@@ -124,23 +123,17 @@ class Rollout:
         paths = [path for model in models for path in (self._repository / model).rglob("*.pbtxt")]
         return {path: path.read_text(encoding="utf-8") for path in paths}
 
-    def _place(self, task: Task, version: str, brought: dict[str, Path]) -> str:
+    def _place(self, task: Task, version: str, texts: dict[str, str], brought: dict[str, Path]) -> str:
         """The version's folders, each appearing whole, and configurations that hold for all versions.
 
         Returns the ensemble's configuration for it, which is not put in place.
         """
-        files = render_files(TASKS.get(task.name, task), version)
         for step in STEPS:
-            folder = f"{task.name}_{step}/{version}/"
+            folder = f"{task.name}_{step}/{version}"
             with publish(self._repository / folder) as staging:
-                for name, text in files.items():
-                    if name.startswith(folder):
-                        (staging / name.removeprefix(folder)).write_text(text, encoding="utf-8")
-                for name, source in brought.items():
-                    if name.startswith(folder):
-                        shutil.copyfile(source, staging / name.removeprefix(folder))
+                copy_into(staging, f"{folder}/", texts, brought)
         ensemble = ""
-        for name, text in files.items():
+        for name, text in texts.items():
             if name.endswith(".pbtxt"):
                 path = self._repository / name
                 old = path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -309,6 +309,7 @@ def _command(triton: TritonEnvironment, server: TritonServer, host: str, model_c
         f"--grpc-port={server.grpc_port}",
         f"--metrics-address={host}",
         f"--metrics-port={server.metrics_port}",
+        "--rate-limit=execution_count",  # encoders name the cores as their resource and take turns at them
         "--metrics-interval-ms=200",  # the end of the server waits for the next one
         "--allow-gpu-metrics=false",
         "--pinned-memory-pool-byte-size=0",

@@ -18,7 +18,8 @@ import pytest
 from bertship.errors import CheckFailed, InputError, ServerUnavailable
 from serving import bench as bench_module
 from serving import environment
-from serving.bench import bench, lines, parse_csv
+from serving.bench import bench, lines
+from serving.perf_analyzer import parse_csv
 from serving.server import TritonServer
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -180,6 +181,22 @@ def test_measures_and_writes_both_files(served, arguments, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+def test_requests_at_a_rate_are_an_open_loop(served, arguments, tmp_path):
+    """A Poisson process: as many a second as were asked for, few at once; with memory, and in the plot."""
+    changes = {"concurrencies": (), "request_rates": (20.0, 40.0), "seconds": 3.0, "server_pid": served.pid}
+    result = bench("toy", samples(*(f"text {i}" for i in range(50))), **arguments | changes)
+    for row, rate in zip(result["rows"], (20, 40), strict=True):
+        assert (row["concurrency"], row["rate_per_s"]) == (None, rate)
+        assert 0.5 * rate < row["throughput_per_s"] < 1.5 * rate
+    assert set(result["memory"]) == {"toy_tokenize", "toy_encode", "toy_decode", "tritonserver"}
+    assert all(size["rss_mib"] >= size["pss_mib"] > 1 for size in result["memory"].values())
+    _, first, second, memory, _ = lines(result)
+    assert first.split()[:2] == ["http", "20/s"] and second.split()[:2] == ["http", "40/s"]
+    assert memory.startswith("resident memory, MiB: toy_decode ")
+    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "out" / "bench.csv").read_text().splitlines()) == 3
+
+
 def test_texts_arrive_as_they_are_one_a_request(served, arguments):
     texts = [
         'quo"te \\ back',
@@ -235,6 +252,8 @@ def test_what_cannot_be_measured_is_one_line(served, triton, arguments, tmp_path
     assert failure(InputError, protocols=("https",)) == "protocol 'https': http or grpc is needed"
     assert "0 seconds" in failure(InputError, seconds=0)
     assert "[0]" in failure(InputError, concurrencies=(0,))
+    assert "rates [-1]" in failure(InputError, request_rates=(-1,))
+    assert "no metrics at http://127.0.0.1:1" in failure(ServerUnavailable, metrics_url="http://127.0.0.1:1")
     message = failure(CheckFailed, texts=samples("refuse"))
     assert message.startswith("perf_analyzer on toy over http at ") and message.endswith("QUESTION[0] is refused")
     message = failure(CheckFailed, protocols=("grpc",), grpc_url="grpc://127.0.0.1:1")

@@ -26,6 +26,11 @@ sys.meta_path.insert(0, Block())
 stub = types.ModuleType("triton_python_backend_utils")
 class TritonModelException(Exception): pass
 stub.TritonModelException = TritonModelException
+class MetricFamily:
+    COUNTER = 0
+    def __init__(self, **what): pass
+    def Metric(self, labels): return self
+stub.MetricFamily = MetricFamily
 sys.modules["triton_python_backend_utils"] = stub
 """
 HEAVY = """

@@ -164,6 +164,28 @@ def test_an_entitys_score_is_its_words_mean():
     assert answer(made, run)[0]["score"] == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "label", "score"), [("first", "P", 0.6), ("average", "L", 0.6), ("max", "L", 0.9)]
+)
+def test_a_words_pieces_can_be_read_together(aggregation, label, score):
+    """B-P at 0.6 in the first of three pieces, B-L at 0.3, 0.6 and 0.9."""
+    made = example(["abc", "d"], ["B-P", "O"])
+    shares = {1: {"B-P": 0.6, "B-L": 0.3}, 2: {"B-P": 0.2, "B-L": 0.6}, 3: {"B-P": 0.0, "B-L": 0.9}}
+
+    def run(rows):
+        values = np.full((len(rows[0]), len(TAGS)), 1e-9)
+        values[:, 0] = 1  # everything else is outside
+        for token, of in shares.items():
+            values[token] = [of.get(tag, 1e-9) for tag in TAGS]
+            values[token, 0] = 1 - sum(of.values())
+        return {"logits": [np.log(np.maximum(values, 1e-9))]}
+
+    columns = {name: [value] for name, value in made.columns.items()}
+    found = Pipeline(NER, TOKENIZER, run)(columns, {"aggregation": aggregation})["ENTITIES"][0]
+    assert [(e["label"], e["text"]) for e in json.loads(found)] == [(label, "abc")]
+    assert json.loads(found)[0]["score"] == pytest.approx(score, abs=1e-6)
+
+
 @pytest.mark.parametrize("removed", ["\u200b", "\ufffd", "\u0301"])
 def test_a_word_without_pieces_harms_nothing(removed):
     made = example(["a", removed, "b"], ["B-P", "I-P", "O"])

@@ -13,6 +13,7 @@ from bertship.commands.options import (
     ForceOption,
     InitOption,
     NameOption,
+    ParameterOption,
     PrecisionOption,
     PresetOption,
     RunsOption,
@@ -21,6 +22,7 @@ from bertship.commands.options import (
     get_task,
     need,
     parse_columns,
+    parse_parameters,
     parse_precisions,
 )
 from bertship.commands.training import run_finetuning
@@ -104,6 +106,7 @@ def predict(
     text_pair: TextOption = None,
     question: TextOption = None,
     context: TextOption = None,
+    parameter: ParameterOption = None,
     precision: PrecisionOption = "auto",
     runs: RunsOption = RUNS,
 ) -> None:
@@ -114,7 +117,7 @@ def predict(
     export = runs / "export" / get_task(task).name
     need(export, f"bertship export --task {task}")
     pipeline = load("bertship.pipeline:from_export")(export, None if precision == "auto" else precision)
-    answers = pipeline.ask(parse_columns(text, text_pair, question, context))
+    answers = pipeline.ask(parse_columns(text, text_pair, question, context), parse_parameters(parameter))
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
 
 

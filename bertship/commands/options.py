@@ -40,6 +40,10 @@ PresetOption = Annotated[str, typer.Option("--preset", help="A size (tiny, mini,
 RepositoryOption = Annotated[Path, typer.Option("--repository", help="The Triton model repository.")]
 UrlOption = Annotated[str, typer.Option("--url", help="http://HOST:PORT or grpc://HOST:PORT.")]
 PrecisionOption = Annotated[str, typer.Option("--precision", help="auto, or of fp32, fp16, int8, int8_qdq.")]
+ParameterOption = Annotated[
+    list[str] | None,
+    typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="One of the task's request parameters, as top_k=5."),
+]
 TextOption = Annotated[list[str] | None, typer.Option(help="A text; give the option again for several.")]
 
 
@@ -69,6 +73,17 @@ def parse_settings(pairs: list[str] | None) -> dict[str, str]:
             raise InputError(f"--set {pair!r}: FIELD=VALUE is needed, such as --set learning_rate=3e-5")
         settings[field.strip()] = value.strip()
     return settings
+
+
+def parse_parameters(pairs: list[str] | None) -> dict[str, str]:
+    """A request's parameters as text, which the task reads as numbers where it needs numbers."""
+    parameters = {}
+    for pair in pairs or []:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            raise InputError(f"--parameter {pair!r}: NAME=VALUE is needed, such as --parameter top_k=5")
+        parameters[name.strip()] = value.strip()
+    return parameters
 
 
 def parse_columns(

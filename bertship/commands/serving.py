@@ -19,6 +19,7 @@ from bertship.commands.options import (
     DataOption,
     InitOption,
     NameOption,
+    ParameterOption,
     PrecisionOption,
     PresetOption,
     RepositoryOption,
@@ -29,6 +30,7 @@ from bertship.commands.options import (
     get_task,
     need,
     parse_columns,
+    parse_parameters,
 )
 from bertship.console import load, read_samples, report, show
 from bertship.errors import InputError, ServerUnavailable
@@ -56,6 +58,7 @@ def repository(
         run_export(task, "auto", init, preset, data, runs, name, False, True)
     need(out, f"bertship export --task {task}")
     folders = load("serving.repository:render")(out, target, None if precision == "auto" else precision)
+    report(load("serving.repository_lint:describe")(get_task(task).name))
     show({"models": [str(folder) for folder in folders]}, [str(folder) for folder in folders])
 
 
@@ -183,6 +186,7 @@ def ask(
     text_pair: TextOption = None,
     question: TextOption = None,
     context: TextOption = None,
+    parameter: ParameterOption = None,
     url: UrlOption = URL,
     timeout_s: Annotated[float, typer.Option(min=0.1)] = 30.0,
 ) -> None:
@@ -192,15 +196,18 @@ def ask(
     """
     from bertship.client import Client
 
-    columns = parse_columns(text, text_pair, question, context)
+    columns, parameters = parse_columns(text, text_pair, question, context), parse_parameters(parameter)
     with Client(url, timeout_s) as client:
-        answers = client.ask(get_task(task).name if task.endswith(".toml") else task, None, **columns)
+        answers = client.ask(get_task(task).name if task.endswith(".toml") else task, parameters, **columns)
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
 
 
 def bench(
     task: TaskOption = "sst2",
     concurrency: Annotated[str, typer.Option(help="Numbers of clients, parted by commas.")] = "1,2,4,8,16,32",
+    request_rate: Annotated[
+        str, typer.Option(help="Requests a second, parted by commas: open loop, Poisson arrivals.")
+    ] = "",
     protocol: Annotated[str, typer.Option(help="http, grpc, or both parted by a comma.")] = "http,grpc",
     seconds: Annotated[float, typer.Option(min=1, help="Length of each measurement.")] = 5.0,
     target: RepositoryOption = REPOSITORY,
@@ -209,8 +216,9 @@ def bench(
 ) -> None:
     """Load a served task with perf_analyzer.
 
-    Real texts at each number of clients: latency percentiles, throughput, batch sizes; runs/bench/TASK. Starts a
-    server for the time of the measurement where `serve --detach` runs none.
+    Real texts at each number of clients and each request rate: latency percentiles, throughput, the steps' shares,
+    batch sizes, padding, memory; JSON, CSV and a plot in runs/bench/TASK. Starts a server for the time of the
+    measurement where `serve --detach` runs none.
     """
     definition = get_task(task)
     export = runs / "export" / definition.name
@@ -219,7 +227,11 @@ def bench(
     need(export, f"bertship export --task {task}")
     counts = [int(part) for part in concurrency.split(",") if part.strip().isdigit() and int(part)]
     protocols = [part.strip() for part in protocol.split(",")]
-    if not counts or not set(protocols) <= {"http", "grpc"}:
+    try:
+        rates = [float(part) for part in request_rate.split(",") if part.strip()]
+    except ValueError:
+        raise InputError(f"--request-rate {request_rate!r}: numbers such as 20,50 are needed") from None
+    if not (counts or rates) or not set(protocols) <= {"http", "grpc"}:
         raise InputError(
             f"--concurrency {concurrency!r} --protocol {protocol!r}: such as 1,8,32 and http,grpc are needed"
         )
@@ -232,7 +244,7 @@ def bench(
             report("no server is running; starting one for this measurement")
             free = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
             server.start(target, models=ready, log_path=runs / "bench" / "triton.log", **free)
-            state = {"http_url": server.http_url, "grpc_url": server.grpc_url}
+            state = {name: getattr(server, name) for name in ("http_url", "grpc_url", "metrics_url", "pid")}
         samples = read_samples(export)
         pipeline = load("serving.check:served_pipeline")(target, definition.name)
         compared = load("serving.check:check_answers")(pipeline, state["http_url"], samples)
@@ -245,9 +257,13 @@ def bench(
             triton=triton,
             out=runs / "bench" / definition.name,
             concurrencies=counts,
+            request_rates=rates,
             protocols=protocols,
             seconds=seconds,
             report=report,
+            precision=load("serving.repository:served_precision")(target, definition.name),
+            metrics_url=state["metrics_url"],
+            server_pid=state["pid"],
         )
     show(result, load("serving.bench:lines")(result))
 

@@ -129,12 +129,13 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Option:
-    """A number that a request may set: its type and bounds; `optional` allows none."""
+    """What a request may set: a number with its type and bounds, or one of `choices`; `optional` allows none."""
 
     type: type
-    low: float
-    high: float
+    low: float = 0
+    high: float = 0
     optional: bool = False
+    choices: tuple[str, ...] = ()
 
 
 class Kind(ABC):
@@ -233,6 +234,11 @@ def read_options(task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:
             raise InputError(f"unknown parameter {name!r} for {task.name}; known: {known}")
         if option.optional and value in (None, "none"):  # a request's parameters have no null
             options[name] = None
+            continue
+        if option.choices:
+            if value not in option.choices:
+                raise InputError(f"parameter {name}={value!r:.60}: one of {', '.join(option.choices)} is needed")
+            options[name] = value
             continue
         given_as, value = value, _number(value)
         if value is None or not option.low <= value <= option.high or (option.type is int and value != int(value)):

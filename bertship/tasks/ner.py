@@ -1,5 +1,7 @@
 """Named entities: one label a word, read at the word's first piece (Devlin et al. 2019, section 5.3).
 
+A request may have it read otherwise: `aggregation` is `first`, `average` (the pieces' probabilities averaged) or `max`
+(the piece whose best label is the most probable). A model is trained on first pieces alone, so `first` is the default.
 Raw text is cut into words by `split_words`, here and nowhere else. Long texts become overlapping windows; a word's
 label comes from the window in which it has the most context.
 """
@@ -7,7 +9,7 @@ label comes from the window in which it has the most context.
 import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from bertship.tasks.base import (
     Files,
     Kind,
     Logits,
+    Option,
     Task,
     TensorSpec,
     register,
@@ -31,6 +34,7 @@ from bertship.tasks.base import (
 from bertship.tokenization import NO_OFFSET, Row, Tokenizer, Tokens, windows
 
 OUTSIDE = "O"
+AGGREGATIONS = ("first", "average", "max")
 IGNORED = -100  # a label that the loss leaves out: special tokens and pieces after a word's first
 
 
@@ -52,6 +56,7 @@ class Token(Kind):
     inputs = ("TEXT",)
     annotations = ("WORDS",)  # each text's words as [start, end] in code points
     row_tensors = (TensorSpec("OWNER", "INT32"), TensorSpec("OFFSETS", "INT32", (-1, -1, 2)))
+    options: ClassVar[Mapping[str, Option]] = {"aggregation": Option(str, choices=AGGREGATIONS)}
 
     def outputs(self, task: Task) -> tuple[TensorSpec, ...]:
         return (TensorSpec("ENTITIES", "BYTES"),)
@@ -82,7 +87,7 @@ class Token(Kind):
         entities = []
         for i, text in enumerate(columns["TEXT"]):
             rows = np.flatnonzero(table["OWNER"] == i).tolist()
-            words = _labelled_words(task, table["OFFSETS"], logits["logits"], rows)
+            words = _labelled_words(task, table["OFFSETS"], logits["logits"], rows, options.get("aggregation", "first"))
             entities.append(
                 json.dumps(
                     [
@@ -224,9 +229,12 @@ def _first_pieces(offsets: np.ndarray) -> np.ndarray:
 
 
 def _labelled_words(
-    task: Task, offsets: np.ndarray, logits: Sequence[np.ndarray], rows: Sequence[int]
+    task: Task, offsets: np.ndarray, logits: Sequence[np.ndarray], rows: Sequence[int], aggregation: str = "first"
 ) -> list[tuple[int, int, str, float]]:
-    """Each word once, in order: start, end, tag, and the tag's probability."""
+    """Each word once, in order: start, end, tag, and the tag's probability.
+
+    Its pieces are those in the window that it is read in; a word longer than a window has more elsewhere.
+    """
     best: dict[tuple[int, int], tuple[int, int, int]] = {}
     for w in rows:
         places = offsets[w]
@@ -241,7 +249,12 @@ def _labelled_words(
                 best[word] = (context, w, token)
     labelled = []
     for (start, end), (_, w, token) in sorted(best.items()):
-        probabilities = softmax(logits[w][token])
+        pieces = token + np.arange(int((offsets[w][token:, 0] == start).sum())) if aggregation != "first" else [token]
+        probabilities = softmax(np.stack([logits[w][piece] for piece in pieces]))
+        if aggregation == "max":
+            probabilities = probabilities[probabilities.max(axis=1).argmax()]
+        else:
+            probabilities = probabilities.mean(axis=0) if len(pieces) > 1 else probabilities[0]
         label = int(probabilities.argmax())
         labelled.append((start, end, task.labels[label], float(probabilities[label])))
     return labelled
@@ -255,6 +268,7 @@ register(
         metrics=("f1", "precision", "recall"),
         max_tokens=128,
         overlap=32,
+        options={"aggregation": "first"},
         files=Files(
             format="conll",
             splits={

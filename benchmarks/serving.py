@@ -1,0 +1,510 @@
+"""What serving costs, and what it gains: the ensemble beside the bare engine, and beside other ways to serve.
+
+    python -m benchmarks.serving ready     three tasks from start to warm, and each stage's memory
+    python -m benchmarks.serving overhead  one client: the ensemble's p50 beside the engine's own, alternating
+    python -m benchmarks.serving mixed     32 clients of mixed lengths: tokens a second beside the engine's best
+    python -m benchmarks.serving load      our own client: closed loop, and open loop with Poisson arrivals
+    python -m benchmarks.serving peers     other servers with the same weights and texts, alternating, answers first
+
+Each takes less than five minutes and writes into benchmarks/results/serving.json. `--runs` holds exports (and for
+`peers` the fine-tuned models); `--quick` only tries whether everything works. Measure on a machine that does nothing
+else: the client always shares its cores, as everywhere here.
+
+The peers are (a) a repository in transformer-deploy's manner on the same Triton, FP32, each request by itself, and (b)
+`transformers` behind FastAPI (benchmarks/requirements-serving.txt), FP32 and BF16. Both may use all cores.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import describe_machine, save_result
+from bertship.artifacts import publish, write_manifest
+from bertship.config import EncoderConfig, load_preset
+from bertship.console import read_samples
+from bertship.errors import CheckFailed
+from bertship.pipeline import encode
+from bertship.runners import OnnxRunner
+from bertship.tasks import TASKS, Task
+from bertship.tokenization import Row, Tokenizer
+from bertship.triton_turns import run_together
+from serving import environment
+from serving.bench import bench
+from serving.memory import memory_of
+from serving.repository import ready_models, render
+from serving.server import TritonServer
+
+ROOT = Path(__file__).parents[1]
+PEERS = Path(__file__).parent / "serving_peers"
+ANY_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+LIMIT_S = 270  # a part takes at most so long
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def served(repository: Path) -> Iterator[TritonServer]:
+    log = Path(tempfile.gettempdir()) / f"bertship-benchmark-{os.getpid()}.log"
+    server = TritonServer(environment.prepare())
+    with server.start(repository, models=ready_models(repository), log_path=log, **ANY_PORTS):
+        yield server
+    log.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------------ what is served
+
+
+def bert_base(home: Path, export: Path) -> Path:
+    """A BERT-base of random weights with an export's vocabulary, sentences of up to 128 tokens, FP32 and INT8.
+
+    Speed does not depend on what the weights are.
+    """
+    out = home / "bert-base"
+    if (out / "manifest.json").is_file():
+        return out
+    import torch
+
+    from export.onnx_graph import export_onnx
+    from export.precision import to_int8
+    from train.heads import HEADS
+
+    tokenizer = Tokenizer.from_file(export / "tokenizer.json")
+    preset = load_preset("base")["model"]
+    torch.manual_seed(0)
+    config = EncoderConfig(**{**preset, "vocab_size": tokenizer.vocab_size})
+    task = dataclasses.replace(TASKS["sst2"], name="base", max_tokens=128)
+    with publish(out) as staging:
+        say("exporting a BERT-base of random weights")
+        export_onnx(HEADS[task.behaviour.head](config, 2), staging / "model.onnx")
+        to_int8(staging / "model.onnx", staging / "model.int8.onnx")
+        shutil.copyfile(export / "tokenizer.json", staging / "tokenizer.json")
+        (staging / "task.json").write_text(task.to_json(), encoding="utf-8")
+        graphs = {"fp32": "model.onnx", "int8": "model.int8.onnx"}
+        write_manifest(staging, "export", task=task.name, graphs=graphs, serve="int8")
+    return out
+
+
+def mixed_texts(runs: Path, count: int = 600) -> list[str]:
+    """Real texts of mixed lengths: sentences of reviews, and paragraphs of encyclopaedia articles, one to one."""
+    short = [sample["columns"]["TEXT"] for sample in read_samples(runs / "export" / "sst2")]
+    long = list(dict.fromkeys(s["columns"]["CONTEXT"] for s in read_samples(runs / "export" / "squad")))
+    return [text for pair in zip(short, long, strict=False) for text in pair][:count]
+
+
+def rows_of(export: Path, texts: Sequence[str]) -> list[Row]:
+    task, tokenizer = Task.from_file(export / "task.json"), Tokenizer.from_file(export / "tokenizer.json")
+    return encode(task, tokenizer, {"TEXT": list(texts)}).rows
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def ready(runs: Path, home: Path, quick: bool) -> dict[str, Any]:
+    """Three tasks of MiniLM size: seconds from the start to ready and warm, and the memory of each stage."""
+    names, seconds, memory = ("sst2", "squad", "ner"), [], {}
+    for name in names:
+        render(runs / "export" / name, home / "repository-three")
+    for _ in range(1 if quick else 3):
+        begun = time.monotonic()
+        with served(home / "repository-three") as server:
+            seconds.append(round(time.monotonic() - begun, 2))
+            memory = memory_of(server.pid)
+    return {"tasks": names, "seconds": seconds, "memory_mib": memory}
+
+
+def overhead(runs: Path, home: Path, quick: bool) -> dict[str, Any]:
+    """p50 of one client over HTTP beside p50 of the engine alone on the same row, alternating."""
+    base = bert_base(home, runs / "export" / "sst2")
+    long = " ".join(mixed_texts(runs)[:20])
+    short = "an utterly compelling story of people who cannot say what they want from one another"
+    cases = [("sst2", runs / "export" / "sst2", None, short), ("base", base, "int8", long)]
+    result = {}
+    for name, export, precision, text in cases:
+        repository = home / f"repository-{name}"
+        render(export, repository, precision)
+        graph = repository / f"{name}_encode" / "1" / "model.onnx"
+        (row,) = rows_of(export, [text])
+        runner, engine, through = OnnxRunner(graph), list[float](), list[float]()
+        runner.warm_up((len(row),))
+        with served(repository) as server:
+            for _ in range(1 if quick else 6):
+                engine.append(p50_of(lambda: runner([row]), 0.5 if quick else 5))  # noqa: B023
+                measured = bench(
+                    name,
+                    [{"columns": {"TEXT": text}}],
+                    http_url=server.http_url,
+                    grpc_url=server.grpc_url,
+                    triton=environment.prepare(),
+                    out=home / f"bench-{name}",
+                    concurrencies=(1,),
+                    protocols=("http",),
+                    seconds=0.5 if quick else 5,
+                    precision=precision,
+                )
+                through.append(measured["rows"][0]["p50_ms"])
+        bare_ms, served_ms = statistics.median(engine), statistics.median(through)
+        result[name] = {
+            "tokens": len(row),
+            "precision": precision or json.loads((export / "manifest.json").read_text())["serve"],
+            "engine_p50_ms": [round(ms, 3) for ms in engine],
+            "served_p50_ms": [round(ms, 3) for ms in through],
+            "added_ms": round(served_ms - bare_ms, 3),
+            "ratio": round(served_ms / bare_ms, 4),
+            "stages": measured["rows"][0]["stages"],
+        }
+        say(f"{name}: engine {bare_ms:.2f} ms, served {served_ms:.2f} ms")
+    return result
+
+
+def mixed(runs: Path, home: Path, quick: bool) -> dict[str, Any]:
+    """Tokens a second of BERT-base INT8 with 32 clients beside the engine's best on the same rows, alternating."""
+    export = bert_base(home, runs / "export" / "sst2")
+    repository = home / "repository-base"
+    render(export, repository, "int8")
+    texts = mixed_texts(runs, 40 if quick else 400)
+    rows = rows_of(export, texts)
+    runner = OnnxRunner(repository / "base_encode" / "1" / "model.onnx")
+    runner.warm_up((8, 64, 128))
+    bare, through, shares = list[float](), list[float](), list[dict[str, Any]]()
+    chunk = rows[: max(1, len(rows) // 3)]
+    with served(repository) as server:
+        for _ in range(1 if quick else 3):
+            begun = time.monotonic()
+            run_together(runner, chunk, runner.threads)
+            bare.append(sum(map(len, chunk)) / (time.monotonic() - begun))
+            measured = bench(
+                "base",
+                [{"columns": {"TEXT": text}} for text in texts],
+                http_url=server.http_url,
+                grpc_url=server.grpc_url,
+                triton=environment.prepare(),
+                out=home / "bench-mixed",
+                concurrencies=(32,),
+                protocols=("http",),
+                seconds=2 if quick else 25,
+                precision="int8",
+                metrics_url=server.metrics_url,
+                server_pid=server.pid,
+            )
+            row = measured["rows"][0]
+            mean_tokens = row["tokens"] / row["stages"]["tokenize"]["requests"]
+            through.append(row["throughput_per_s"] * mean_tokens)
+            shares.append({n: row[n] for n in ("padding_share", "mean_batch", "requests_a_batch", "p50_ms", "p99_ms")})
+            say(f"engine {bare[-1]:.0f} tokens/s, served {through[-1]:.0f}")
+    return {
+        "precision": "int8",
+        "clients": 32,
+        "texts": len(texts),
+        "row_tokens": {str(q): int(np.quantile([len(row) for row in rows], q)) for q in (0, 0.25, 0.5, 0.75, 1)},
+        "engine_tokens_per_s": [round(value) for value in bare],
+        "served_tokens_per_s": [round(value) for value in through],
+        "ratio": round(statistics.median(through) / statistics.median(bare), 4),
+        "runs": shares,
+        "memory_mib": measured["memory"],
+    }
+
+
+def load(runs: Path, home: Path, quick: bool) -> dict[str, Any]:
+    """`bertship.Client` in a process of its own: closed loop at several numbers of clients, then Poisson arrivals."""
+    export = runs / "export" / "sst2"
+    render(export, home / "repository-sst2")
+    bodies = [{"TEXT": sample["columns"]["TEXT"]} for sample in read_samples(export)]
+    result: dict[str, Any] = {}
+    with served(home / "repository-sst2") as server:
+        for url in (server.http_url, f"grpc://{server.grpc_url}"):
+            protocol = url.partition("://")[0]
+            job = {"url": url, "task": "sst2", "bodies": bodies, "seconds": 2 if quick else 10}
+            for clients in (1, 8, 32):
+                result[f"{protocol}, {clients} clients"] = summary(generate(job | {"clients": clients}))
+            most = max(row["requests_per_s"] for name, row in result.items() if name.startswith(protocol))
+            for share in (0.3, 0.6, 0.8):
+                rate = round(share * most, 1)
+                row = summary(generate(job | {"clients": 48, "rate_per_s": rate}))
+                result[f"{protocol}, {rate:g}/s, Poisson"] = row | {"asked_per_s": rate}
+    for name, row in result.items():
+        say(f"{name}: {row['requests_per_s']:.0f}/s, p50 {row['p50_ms']:.1f} ms, p99 {row['p99_ms']:.1f} ms")
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------------- peers
+
+
+@dataclasses.dataclass
+class System:
+    """A way to serve: where it is asked, what it is sent, and how its reply is read as (answer, score)."""
+
+    name: str
+    url: str
+    path: str
+    body: Callable[[dict[str, str]], str]
+    read: Callable[[dict[str, Any]], tuple[str, float]]
+
+
+def peers(
+    runs: Path, home: Path, quick: bool, task_name: str, precisions: Sequence[str], clients: int
+) -> dict[str, Any]:
+    """Requests a second of all systems, in rounds that alternate; before that, whether they answer the same."""
+    export, run = runs / "export" / task_name, runs / "finetune" / task_name / "default"
+    task = Task.from_file(export / "task.json")
+    names = task.behaviour.inputs
+    tokenizer = Tokenizer.from_file(export / "tokenizer.json")
+    columns = [{n: s["columns"][n] for n in names} for s in read_samples(export)]
+    # one row each: the peers know no windows
+    columns = [c for c in columns if len(encode(task, tokenizer, {n: [c[n]] for n in names}).rows) == 1][:200]
+    with contextlib.ExitStack() as stack:
+        systems = []
+        for precision in precisions:
+            repository = home / f"repository-{task_name}-{precision}"
+            render(export, repository, precision)
+            server = stack.enter_context(served(repository))
+            systems.append(ours(f"bertship {precision}", server.http_url, task))
+        peer = stack.enter_context(triton_peer(home / f"peer-{task_name}", export, task))
+        systems.append(
+            dataclasses.replace(ours("(a) triton, unbatched fp32", peer, task), path="/v2/models/peer/infer")
+        )
+        for dtype in ("float32", "bfloat16"):
+            url = stack.enter_context(fastapi_peer(home, run / "model", task, dtype))
+            systems.append(System(f"(b) fastapi {dtype}", url, "/ask", json.dumps, lambda r: (r["answer"], r["score"])))
+        agreement = compare(systems, columns[: 20 if quick else 100], "span" if len(names) > 1 else task.kind)
+        rounds, seconds = (1, 1.0) if quick else (4, 8.0)
+        rates: dict[str, list[float]] = {system.name: [] for system in systems}
+        p50s: dict[str, list[float]] = {system.name: [] for system in systems}
+        begun = time.monotonic()
+        for i in range(rounds):
+            if i and time.monotonic() - begun > LIMIT_S * i / (i + 1):
+                break
+            for system in systems:
+                job = {"url": system.url, "path": system.path, "bodies": [system.body(c) for c in columns]}
+                row = summary(generate(job | {"clients": clients, "seconds": seconds}))
+                rates[system.name].append(row["requests_per_s"])
+                p50s[system.name].append(row["p50_ms"])
+                say(f"{system.name}: {row['requests_per_s']:.1f}/s, p50 {row['p50_ms']:.1f} ms")
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        "task": task_name,
+        "clients": clients,
+        "texts": len(columns),
+        "agreement": agreement,
+        "requests_per_s": {name: [round(v, 2) for v in values] for name, values in rates.items()},
+        "p50_ms": {name: [round(v, 2) for v in values] for name, values in p50s.items()},
+        "times_faster": {
+            f"{mine} / {other}": round(medians[mine] / medians[other], 3)
+            for mine in medians
+            for other in medians
+            if mine.startswith("bertship") and other.startswith("(")
+        },
+    }
+
+
+def ours(name: str, url: str, task: Task) -> System:
+    """Triton over its JSON, for our ensemble and for the peer's."""
+
+    def body(columns: dict[str, str]) -> str:
+        inputs = [{"name": n, "shape": [1], "datatype": "BYTES", "data": [text]} for n, text in columns.items()]
+        outputs = [{"name": n} for n in (("LABEL" if task.labels else "ANSWER"), "SCORE")]
+        return json.dumps({"inputs": inputs, **({"outputs": outputs} if name.startswith("bertship") else {})})
+
+    def read(reply: dict[str, Any]) -> tuple[str, float]:
+        found = {output["name"]: output["data"][0] for output in reply["outputs"]}
+        return found.get("LABEL", found.get("ANSWER")), found["SCORE"]
+
+    return System(name, url, f"/v2/models/{task.name}/infer", body, read)
+
+
+def compare(systems: Sequence[System], columns: Sequence[dict[str, str]], kind: str) -> dict[str, Any]:
+    """Share of answers that equal those of `transformers` in FP32; raises CheckFailed where FP32 ones differ."""
+    answers = {s.name: [s.read(json.loads(post(s.url + s.path, s.body(c)))) for c in columns] for s in systems}
+    reference = answers["(b) fastapi float32"]
+    agreement = {}
+    for name, found in answers.items():
+        equal = [a[0] == b[0] for a, b in zip(found, reference, strict=True)]
+        agreement[name] = sum(equal) / len(equal)
+        if "32" in name and agreement[name] < 0.99:
+            place = equal.index(False)
+            raise CheckFailed(f"{name} answers {found[place]} where transformers does {reference[place]}, text {place}")
+    return agreement
+
+
+@contextlib.contextmanager
+def triton_peer(repository: Path, export: Path, task: Task) -> Iterator[str]:
+    """transformer-deploy's manner: an ensemble of three steps, `max_batch_size: 0`, no dynamic batching."""
+    kind, names = task.behaviour, task.behaviour.inputs
+    rows = [(n, "INT64", "-1, -1") for n in ("input_ids", "attention_mask", "token_type_ids")]
+    places = [("OFFSETS", "INT32", "-1, -1, 2")] if kind.row_tensors else []
+    texts = [(n, "STRING", "-1") for n in names]
+    logits = [(s.name, "FP32", ", ".join(map(str, (-1, *s.dims)))) for s in kind.logits(task)]
+    answers = [("ANSWER", "STRING", "-1"), ("SCORE", "FP32", "-1")]
+    steps = {
+        "tokenize": (texts, [*rows, *places]),
+        "encode": (rows, logits),
+        "decode": ([*(texts[1:] if places else []), *places, *logits], answers),
+    }
+
+    def tensors(field: str, of: Sequence[tuple[str, str, str]]) -> str:
+        return "".join(f'{field} {{ name: "{n}" data_type: TYPE_{t} dims: [ {d} ] }}\n' for n, t, d in of)
+
+    def maps(field: str, of: Sequence[tuple[str, str, str]]) -> str:
+        return "".join(f'{field} {{ key: "{n}" value: "{n}" }} ' for n, _, _ in of)
+
+    with publish(repository) as staging:
+        wiring = ""
+        for step, (inputs, outputs) in steps.items():
+            folder = staging / f"peer_{step}"
+            (folder / "1").mkdir(parents=True)
+            (folder / "config.pbtxt").write_text(
+                'backend: "python"\nmax_batch_size: 0\ninstance_group [ { count: 1 kind: KIND_CPU } ]\n'
+                + tensors("input", inputs)
+                + tensors("output", outputs)
+            )
+            shutil.copyfile(PEERS / f"triton_{step}.py", folder / "1" / "model.py")
+            settings = {"names": names, "max_tokens": task.max_tokens, "labels": task.labels}
+            (folder / "1" / "settings.json").write_text(json.dumps(settings))
+            wiring += f'step {{ model_name: "peer_{step}" model_version: -1 {maps("input_map", inputs)}'
+            wiring += f"{maps('output_map', outputs)} }}\n"
+        shutil.copyfile(export / "tokenizer.json", staging / "peer_tokenize" / "1" / "tokenizer.json")
+        shutil.copyfile(export / "model.onnx", staging / "peer_encode" / "1" / "model.onnx")
+        (staging / "peer" / "1").mkdir(parents=True)
+        (staging / "peer" / "config.pbtxt").write_text(
+            'platform: "ensemble"\nmax_batch_size: 0\n'
+            + tensors("input", texts)
+            + tensors("output", answers)
+            + f"ensemble_scheduling {{ {wiring} }}\n"
+        )
+    with served_folder(repository) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def served_folder(repository: Path) -> Iterator[str]:
+    server = TritonServer(environment.prepare())
+    with server.start(repository, log_path=repository.with_suffix(".log"), model_config_name="", **ANY_PORTS):
+        yield server.http_url
+
+
+@contextlib.contextmanager
+def fastapi_peer(home: Path, model: Path, task: Task, dtype: str) -> Iterator[str]:
+    if not (home / "peers" / "fastapi").is_dir():
+        raise SystemExit(f"benchmarks/requirements-serving.txt says how to make {home / 'peers'}")
+    kind = "span" if task.behaviour.row_tensors else "sentence"
+    variables = {
+        "PYTHONPATH": f"{home / 'peers'}:{PEERS}",
+        "MODEL": str(model),
+        "KIND": kind,
+        "DTYPE": dtype,
+        "MAX_TOKENS": str(task.max_tokens),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "fastapi_app:app", "--port", str(port), "--log-level", "warning"]
+    process = subprocess.Popen(command, env=os.environ | variables)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{url}/ready", timeout=2).read()
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the FastAPI peer did not start")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------------------- tools
+
+
+def p50_of(call: Callable[[], Any], seconds: float) -> float:
+    times, end = [], time.perf_counter() + seconds
+    while (begun := time.perf_counter()) < end:
+        call()
+        times.append((time.perf_counter() - begun) * 1e3)
+    return statistics.median(times)
+
+
+def post(url: str, body: str) -> bytes:
+    request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return bytes(reply.read())
+
+
+def generate(job: dict[str, Any]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.serving_load"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    if result["failed"]:
+        raise CheckFailed(f"{result['failed']} requests to {job['url']} failed: {result['errors'][0]}")
+    return result
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    p50, p90, p99 = (float(value) for value in np.percentile(result["ms"], (50, 90, 99)))
+    rate = result["requests"] / result["seconds"]
+    return {"requests": result["requests"], "requests_per_s": rate, "p50_ms": p50, "p90_ms": p90, "p99_ms": p99}
+
+
+PARTS = {"ready": ready, "overhead": overhead, "mixed": mixed, "load": load}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*PARTS, "peers", "prepare"])
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--task", default="sst2", help="of `peers`: sst2 or squad")
+    parser.add_argument("--precisions", default="fp32,int8", help="of `peers`: ours, parted by commas")
+    parser.add_argument("--clients", type=int, default=16, help="of `peers`")
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    home = (given.runs / "bench").absolute()
+    runs = given.runs.absolute()
+    environment.prepare()
+    if given.part == "prepare":
+        bert_base(home, runs / "export" / "sst2")
+        return
+    if given.part == "peers":
+        name = f"peers {given.task}"
+        result = peers(runs, home, given.quick, given.task, given.precisions.split(","), given.clients)
+    else:
+        name, result = given.part, PARTS[given.part](runs, home, given.quick)
+    result["machine"] = describe_machine()
+    result["load_before"] = round(os.getloadavg()[0], 2)
+    if not given.quick:
+        say(f"written to {save_result('serving', name, result)}")
+    json.dump(result, sys.stdout, indent=2)
+
+
+if __name__ == "__main__":
+    main()
