@@ -77,6 +77,7 @@ class PretrainConfig(_Strict):
     clip_norm: float = Field(default=1.0, gt=0)  # largest gradient norm
     masked_share: float = Field(default=0.15, gt=0, lt=1)  # of the tokens, special ones apart
     mask_rates: tuple[float, float, float] = (0.8, 0.1, 0.1)  # [MASK], random piece, unchanged
+    whole_word_masking: bool = False  # all pieces of a word or none
     short_sequence_share: float = Field(default=0.1, ge=0, le=1)  # of the samples, made shorter than they could be
     heldout_batches: int = Field(default=20, gt=0)  # batches an evaluation
     precision: Literal["auto", "fp32", "bf16"] = "auto"

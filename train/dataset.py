@@ -64,7 +64,7 @@ class PretrainingDataset:
         check_rates(config.mask_rates)
         self.corpus, self.config, self.tokenizer = corpus, config, tokenizer
         self.room = sequence_length - SPECIAL_PER_ROW  # tokens of text a row
-        self.vocabulary = MaskingVocabulary.of(tokenizer)
+        self.vocabulary = MaskingVocabulary.of(tokenizer, config.whole_word_masking)
         self._bounds = np.asarray(corpus.sentences)[np.asarray(corpus.documents)]  # int64 [D+1], in tokens
         lengths = np.diff(self._bounds)
         # a document of one token can only be a random segment

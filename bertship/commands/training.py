@@ -47,7 +47,8 @@ def corpus(
     settings: SetOption = None,
     force: ForceOption = False,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=0, help="Tokenizing processes; one a core, four at most, if not given.")
+        int | None,
+        typer.Option("--workers", min=0, help="Tokenizing processes; one a core, four at most, if not given."),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="A directory with a tokenizer, in place of a new vocabulary.")
