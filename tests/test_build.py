@@ -1,6 +1,5 @@
 """train/corpus.py's build: the same bytes whoever builds, however often it was killed, and in bounded memory."""
 
-import gzip
 import itertools
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from documents import WORDS, files_of, write_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, normalizers
@@ -30,30 +30,10 @@ from train.readers import Chunk, read_documents
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "corpus"
 CONFIG = CorpusConfig(vocab_size=512, heldout_share=0.2)
-WORDS = ["river", "stone", "walks", "over", "naïve", "the", "green", "seven", "lamp", "old", "singing", "houses", "四"]
 
 
 def quiet(line: str) -> None:
     assert "\n" not in line
-
-
-def write_sources(folder: Path, documents: int = 600) -> list[Path]:
-    """A text, JSON Lines and a packed text, with a document that is longer than several chunks."""
-    rng = random.Random(1)
-    texts = [
-        "\n".join(
-            f"{' '.join(rng.choices(WORDS, k=12))} number {number}. It is {rng.choice(WORDS)}!"
-            for _ in range(rng.randint(1, 9) if number % 300 else 4000)
-        )
-        for number in range(documents)
-    ]
-    folder.mkdir(exist_ok=True)
-    third = documents // 3
-    (folder / "a.txt").write_text("\n\n".join(texts[:third]), "utf-8")
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[third : 2 * third])
-    (folder / "b.jsonl").write_text(lines, "utf-8")
-    (folder / "c.txt.gz").write_bytes(gzip.compress("\n\n".join(texts[2 * third :]).encode()))
-    return sorted(folder.iterdir())
 
 
 @pytest.fixture
@@ -63,14 +43,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "UNIT_BYTES", 1 << 16)
     monkeypatch.setattr("train.readers.CHUNK_BYTES", 1 << 13)
     monkeypatch.setattr("train.readers.read_chunks.__defaults__", ("text", None, 1 << 13))
-
-
-def files_of(out: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(out).as_posix(): path.read_bytes()
-        for path in sorted(out.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 def documents_of(out: Path) -> list[list[list[int]]]:
@@ -99,7 +71,7 @@ def test_the_number_of_processes_changes_no_byte(tmp_path: Path) -> None:
     for workers in (0, 1, 3):
         build_corpus(sources, tmp_path / str(workers), CONFIG, report=quiet, workers=workers)
     assert files_of(tmp_path / "0") == files_of(tmp_path / "1") == files_of(tmp_path / "3")
-    assert not [process for process in psutil.Process().children() if "spawn_main" in " ".join(process.cmdline())]
+    assert not [process for process in psutil.Process().children() if "train.workers" in " ".join(process.cmdline())]
 
 
 PROGRAM = """
@@ -196,7 +168,7 @@ def test_a_killed_process_is_said_in_one_line(tmp_path: Path) -> None:
         nonlocal killed
         children = psutil.Process().children()
         for child in children:
-            if "spawn_main" in " ".join(child.cmdline()):
+            if "train.workers" in " ".join(child.cmdline()):
                 child.kill()
                 killed = True
 

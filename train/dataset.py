@@ -6,12 +6,13 @@ any number of workers, in any order, sees the same samples, and a run resumes by
 How the samples of an epoch lie in a document of T tokens, for sequences with room for L tokens of text:
 
     |-- slot 0 --|-- slot 1 --|-- ... --|-- slot n-1 --|      n = T / L, rounded, at least 1
-          ^ start      ^ start                 ^ start        drawn anew each epoch, one in each slot,
+          ^ start      ^ start                 ^ start        the same place in each slot, drawn anew each epoch,
           [=== A ===|=== B ===]                               then moved back to the start of its sentence
 
-A start may fall anywhere, so what one epoch leaves out or cuts off, another has. A and B part at a random sentence
-border within the chunk, or within the sentence where the chunk is one sentence; the true next segment is therefore
-always possible, and the label need not depend on the text: of each two neighbouring indices one is IsNext.
+So the chunks of an epoch lie end to end, and since a start may fall anywhere, what one epoch cuts off at a sentence's
+start or replaces by a random segment, another has: nothing of a document is left out for its length. A and B part at a
+random sentence border within the chunk, or within the sentence where the chunk is one sentence; the true next segment
+is therefore always possible, and the label need not depend on the text: of each two neighbouring indices one is IsNext.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from train.heads import IS_NEXT, NOT_NEXT
 from train.masking import MaskingVocabulary, check_rates, mask_tokens
 
 SPECIAL_PER_ROW = 3  # [CLS] A [SEP] B [SEP]
-_ORDER, _LABELS = 1, 2  # keys that keep the random numbers of orders and labels apart from those of samples
+_ORDER, _LABELS, _PHASES = 1, 2, 3  # keys that keep these random numbers apart from those of samples
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class PretrainingDataset:
         """The sample `index` of an epoch, whatever was asked before."""
         rng = self._random(epoch, index)
         document = int(np.searchsorted(self._slots, index, side="right")) - 1
-        chunk = self._chunk(document, index - int(self._slots[document]), rng)
+        chunk = self._chunk(document, index - int(self._slots[document]), epoch, rng)
         first, second = self._part(chunk, rng)
         next_label = self._next_label(index, epoch)
         if next_label == NOT_NEXT:
@@ -141,8 +142,9 @@ class PretrainingDataset:
         document to take a random segment from."""
         if len(self.corpus) < 2:
             return IS_NEXT
-        coin = int(self._random(epoch, index // 2, key=_LABELS).integers(2))
-        return IS_NEXT if (index + coin) % 2 == 0 else NOT_NEXT
+        coin = int(self._random(epoch // 2, index // 2, key=_LABELS).integers(2))
+        # what an even epoch replaced by a random segment, the odd one after it has
+        return IS_NEXT if (index + epoch + coin) % 2 == 0 else NOT_NEXT
 
     def _ids(self, span: Span) -> np.ndarray:
         begin = int(self._bounds[span.document])
@@ -153,7 +155,7 @@ class PretrainingDataset:
         first, last = self.corpus.documents[document], self.corpus.documents[document + 1]
         return self.corpus.sentences[first : last + 1] - self._bounds[document]
 
-    def _chunk(self, document: int, slot: int, rng: np.random.Generator) -> Span:
+    def _chunk(self, document: int, slot: int, epoch: int, rng: np.random.Generator) -> Span:
         """At least two tokens in a row of a document, as many as a sample has room for where there are that many."""
         borders = self._borders(document)
         length = int(borders[-1])
@@ -162,7 +164,8 @@ class PretrainingDataset:
         if rng.random() < self.config.short_sequence_share:
             target = int(rng.integers(2, self.room + 1))
         # drawn from half a chunk before the document on, or its first tokens would be seen more rarely than others
-        start = max(0, int((slot + rng.random()) / slots * length - self.room / 2))
+        phase = self._random(epoch, document, key=_PHASES).random()
+        start = max(0, int((slot + phase) / slots * length - self.room / 2))
         start = _sentence_start(borders, start, self.room // 2)
         if start + target > length:
             start = max(0, length - target)

@@ -1,15 +1,19 @@
-"""Processes that turn chunks into ids."""
+"""Processes that turn chunks into ids.
 
-import multiprocessing
+They are programs of their own, spoken to over pipes: no fork of a process that has tokenized, which can hang, and no
+second import of the caller's script. A process whose pipe ends has been left by the one it works for, and leaves too.
+"""
+
 import os
-import signal
+import pickle
+import subprocess
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from bertship.errors import CheckFailed
 from bertship.tokenization import Tokenizer
@@ -18,109 +22,129 @@ from train.inputs import Input
 from train.readers import Chunk, records_named
 
 Job = TypeVar("Job")
-_WORKER_LOST = (
-    "a tokenizing process was killed, perhaps for want of memory; start again, with fewer --workers: it goes on where "
-    "it was"
-)
+_ROOT = Path(__file__).parents[1]
 
 
 class Workers:
-    """Processes that take chunks and give results in the order of the chunks; none where there is little to do."""
+    """Takes chunks and gives results in the order of the chunks."""
 
     def __init__(self, count: int, tokenizer_dir: Path, language: str, text_field: str, seed: int) -> None:
         """`count` 0: everything is done in this process. The tokenizer is not read before something is encoded."""
         self._count = count
-        self._settings = (tokenizer_dir, language, text_field, seed)
-        self._encoder: Encoder | None = None
-        # started anew, never forked: a fork of a process that has tokenized can hang
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(count, context, _start, self._settings) if count else None
+        self._work = _Work(tokenizer_dir, language, text_field, seed)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._mine = threading.local()  # the process that a thread speaks to
+        self._threads = ThreadPoolExecutor(count, initializer=self._start) if count else None
 
     def __enter__(self) -> "Workers":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pool:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._threads:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for process in self._processes:
+                process.kill()
+            self._threads.shutdown(wait=True)
+            for process in self._processes:
+                process.communicate()  # closes the pipes and waits
 
     def encode(self, jobs: Iterable[tuple[Job, Input, Chunk | None]]) -> Iterator[tuple[Job, Encoded | None]]:
         """Each job with its chunk's ids, None where it has no chunk. Raises InputError, CheckFailed."""
-        return self._in_order(jobs, _encode, self._encode_here)
+        return self._in_order("encode", jobs)
 
     def count(self, jobs: Iterable[tuple[Job, Input, Chunk]]) -> Iterator[tuple[Job, Counter[str]]]:
         """Each job with the words of its chunk. Raises InputError, CheckFailed."""
-        return self._in_order(jobs, _count, lambda chunk: words_of(chunk, self._settings[2]))
+        return self._in_order("count", jobs)
 
-    def _in_order(
-        self,
-        jobs: Iterable[tuple[Job, Input, Chunk | None]],
-        there: Callable[[Chunk], Any],
-        here: Callable[[Chunk], Any],
-    ) -> Iterator[tuple[Job, Any]]:
+    def _in_order(self, what: str, jobs: Iterable[tuple[Job, Input, Chunk | None]]) -> Iterator[tuple[Job, Any]]:
         waiting: deque[tuple[Job, Input, Future[Any] | None]] = deque()
         for job, item, chunk in jobs:
-            if self._pool is None:
+            if self._threads is None:
                 with records_named(item):
-                    result = here(chunk) if chunk else None
+                    result = self._work(what, chunk) if chunk else None
                 yield job, result
                 continue
-            try:
-                waiting.append((job, item, self._pool.submit(there, chunk) if chunk else None))
-            except BrokenProcessPool:
-                raise CheckFailed(_WORKER_LOST) from None
+            waiting.append((job, item, self._threads.submit(self._ask, what, chunk) if chunk else None))
             if len(waiting) > 2 * self._count:
                 yield _result(*waiting.popleft())
         while waiting:
             yield _result(*waiting.popleft())
 
-    def _encode_here(self, chunk: Chunk) -> Encoded:
+    def _start(self) -> None:
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+        self._mine.process = subprocess.Popen(
+            [sys.executable, "-c", "from train.workers import work; work()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},  # one core
+            start_new_session=True,  # a Ctrl-C is meant for this process
+        )
+        self._processes.append(self._mine.process)
+        self._mine.begun = False
+
+    def _ask(self, what: str, chunk: Chunk) -> Any:
+        process = self._mine.process
+        try:
+            if not self._mine.begun:
+                _send(process.stdin, self._work)
+                self._mine.begun = True
+            _send(process.stdin, (what, chunk))
+            result, error = pickle.load(process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            raise CheckFailed(
+                "a tokenizing process was killed, perhaps for want of memory; start again, with fewer --workers: it "
+                "goes on where it was"
+            ) from None
+        if error is not None:
+            raise error
+        return result
+
+
+class _Work:
+    """What is done with a chunk, here or in another process."""
+
+    def __init__(self, tokenizer_dir: Path, language: str, text_field: str, seed: int) -> None:
+        self._settings = (tokenizer_dir, language, text_field, seed)
+        self._encoder: Encoder | None = None
+
+    def __getstate__(self) -> Any:
+        return {"_settings": self._settings, "_encoder": None}
+
+    def __call__(self, what: str, chunk: Chunk) -> Any:
+        tokenizer_dir, language, text_field, seed = self._settings
+        if what == "count":
+            return words_of(chunk, text_field)
         if self._encoder is None:
-            self._encoder = _encoder_of(*self._settings)
+            self._encoder = Encoder(Tokenizer.from_dir(tokenizer_dir), language, text_field, seed)
         return self._encoder.encode(chunk)
+
+
+def work() -> None:
+    """The program of a process: chunks from stdin, results to what was stdout, until stdin ends."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints
+    questions = sys.stdin.buffer
+    try:
+        do: Callable[[str, Chunk], Any] = pickle.load(questions)
+        while True:
+            what, chunk = pickle.load(questions)
+            answer: tuple[Any, Exception | None]
+            try:
+                answer = do(what, chunk), None
+            except Exception as error:
+                answer = None, error
+            _send(answers, answer)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the other side has left
+        os._exit(0)
+
+
+def _send(pipe: IO[bytes], message: Any) -> None:
+    pickle.dump(message, pipe, pickle.HIGHEST_PROTOCOL)
+    pipe.flush()
 
 
 def _result(job: Job, item: Input, future: "Future[Any] | None") -> tuple[Job, Any]:
     if future is None:
         return job, None
-    try:
-        with records_named(item):
-            return job, future.result()
-    except BrokenProcessPool:
-        raise CheckFailed(_WORKER_LOST) from None
-
-
-def _encoder_of(tokenizer_dir: Path, language: str, text_field: str, seed: int) -> Encoder:
-    return Encoder(Tokenizer.from_dir(tokenizer_dir), language, text_field, seed)
-
-
-# what a process holds that works for another
-_settings: tuple[Path, str, str, int] | None = None
-_encoder: Encoder | None = None
-
-
-def _start(tokenizer_dir: Path, language: str, text_field: str, seed: int) -> None:
-    """One core, gone with its parent, deaf to the Ctrl-C that is meant for that."""
-    global _settings  # noqa: PLW0603 - a process works for one build
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if parent := multiprocessing.parent_process():
-        threading.Thread(target=_leave_with, args=[parent], daemon=True).start()
-    _settings = (tokenizer_dir, language, text_field, seed)
-
-
-def _leave_with(parent: Any) -> None:
-    parent.join()  # a parent that was killed could tell nobody
-    os._exit(1)
-
-
-def _encode(chunk: Chunk) -> Encoded:
-    global _encoder  # noqa: PLW0603
-    assert _settings is not None
-    if _encoder is None:
-        _encoder = _encoder_of(*_settings)
-    return _encoder.encode(chunk)
-
-
-def _count(chunk: Chunk) -> Counter[str]:
-    assert _settings is not None
-    return words_of(chunk, _settings[2])
+    with records_named(item):
+        return job, future.result()
