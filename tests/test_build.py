@@ -1,5 +1,6 @@
 """train/corpus.py's build: the same bytes whoever builds, however often it was killed, and in bounded memory."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -164,18 +165,18 @@ def test_a_killed_process_is_said_in_one_line(tmp_path: Path) -> None:
     sources = write_sources(tmp_path / "in", 3000)
     killed = False
 
-    def kill(_: str) -> None:
+    def kill() -> None:
         nonlocal killed
-        children = psutil.Process().children()
-        for child in children:
-            if "train.workers" in " ".join(child.cmdline()):
-                child.kill()
-                killed = True
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if "train.workers" in " ".join(child.cmdline()):
+                    child.kill()
+                    killed = True
 
     step = builder.ShardWriter.add
 
     def add(*arguments: object) -> None:
-        kill("")
+        kill()
         step(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:

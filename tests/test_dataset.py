@@ -185,7 +185,7 @@ def test_the_tokens_used_are_the_tokens_there_are() -> None:
     assert shares[-1] == 1, "tokens that are never used"
     of_document = np.add.reduceat(seen, bounds[:-1]) / np.diff(bounds) / 24
     long = np.diff(bounds) > 200
-    assert of_document[long].min() > 0.75 and of_document[long].max() < 1.5
+    assert of_document[long].min() > 0.85 and of_document[long].max() < 1.15
     assert abs(of_document[long].mean() - 1) < 0.15
 
 

@@ -166,13 +166,14 @@ class PretrainingDataset:
         # drawn from half a chunk before the document on, or its first tokens would be seen more rarely than others
         phase = self._random(epoch, document, key=_PHASES).random()
         start = max(0, int((slot + phase) / slots * length - self.room / 2))
-        start = _sentence_start(borders, start, self.room // 2)
-        if start + target > length:
+        if start + target >= length:  # before it is moved back, or a long last sentence would rarely be seen to its end
             start = max(0, length - target)
             # better a little shorter than in the middle of a sentence
             following = int(borders[np.searchsorted(borders, start)])
             if following - start <= target // 4:
                 start = following
+        else:
+            start = _sentence_start(borders, start, self.room // 2)
         return Span(document, start, min(start + target, length))
 
     def _part(self, chunk: Span, rng: np.random.Generator) -> tuple[Span, Span]:
@@ -187,9 +188,12 @@ class PretrainingDataset:
         return Span(chunk.document, chunk.start, middle), Span(chunk.document, middle, chunk.end)
 
     def _random_segment(self, document: int, wanted: int, rng: np.random.Generator) -> Span:
-        """`wanted` tokens, or all that there are, of any other document."""
-        other = int(rng.integers(len(self.corpus) - 1))
-        other += other >= document
+        """`wanted` tokens, or all that there are, of another document, drawn by length: each token is as likely as any,
+        so that what a segment is about does not tell whether it is a random one."""
+        begin, end = int(self._bounds[document]), int(self._bounds[document + 1])
+        token = int(rng.integers(int(self._bounds[-1]) - (end - begin)))
+        token += (end - begin) * (token >= begin)
+        other = int(np.searchsorted(self._bounds, token, side="right")) - 1
         borders = self._borders(other)
         length = int(borders[-1])
         start = _sentence_start(borders, int(rng.integers(max(0, length - wanted) + 1)), self.room // 2)
