@@ -63,6 +63,7 @@ _CODE = (
 )
 _SMALL_BYTES = 1 << 22  # of text: starting processes would take longer
 _MOST_WORKERS = 4  # unless more are asked for: each takes memory
+_LONG_SHARD = 4  # units of text, where a document has no end before
 _LEAST_SAMPLE_BYTES = 1 << 16  # of a unit
 
 
@@ -219,13 +220,15 @@ def build_shards(
         writer: ShardWriter | None = None
         for step, encoded in pool.encode((s, plan.item(s.number), s.chunk) for s in _steps(plan, todo, ready)):
             if writer is None:
-                writer = ShardWriter(shard_folder(plan.shards, step.number, step.shard), plan.config.heldout_share)
+                folder = shard_folder(plan.shards, step.number, step.shard)
+                side = finished_shards(plan.shards, step.number)[-1].open_side if step.shard else None
+                writer = ShardWriter(folder, plan.config.heldout_share, side)
             if step.chunk and encoded:
                 writer.add(encoded, step.chunk.size)
                 documents += len(encoded.documents)
                 advance(step.weight, step.chunk.size, f"{documents:,} documents")
             if step.closes:
-                writer.close(step.after, step.last)
+                writer.close(step.after, step.last, step.within)
                 writer = None
 
 
@@ -279,6 +282,7 @@ class _Step:
     closes: bool
     after: int
     last: bool
+    within: bool = False  # a document, which goes on in the next shard
 
 
 def _steps(plan: Plan, numbers: Sequence[int], ready: dict[int, list[Shard]]) -> Iterator[_Step]:
@@ -290,17 +294,18 @@ def _steps(plan: Plan, numbers: Sequence[int], ready: dict[int, list[Shard]]) ->
         waiting: Chunk | None = None
         after = resume or 0
 
-        def step(chunk: Chunk, closes: bool, last: bool) -> _Step:
+        def step(chunk: Chunk, closes: bool, last: bool, within: bool = False) -> _Step:
             nonlocal behind
             place = _behind(item, unit, chunk)  # noqa: B023 - used up within the round
             weight, behind = max(place - behind, 0), max(place, behind)
-            return _Step(number, shard, chunk, weight, closes, chunk.after, last)  # noqa: B023
+            return _Step(number, shard, chunk, weight, closes, chunk.after, last, within)  # noqa: B023
 
-        for chunk in read_chunks(item, unit, plan.config.text_field, resume):
+        within = bool(shards and shards[-1].open_side)
+        for chunk in read_chunks(item, unit, plan.config.text_field, resume, within):
             if waiting:
-                # a document is never in two shards
-                closes = size >= UNIT_BYTES and not chunk.joins
-                yield step(waiting, closes, last=False)
+                # between documents, or within one that is longer than several shards
+                closes = size >= UNIT_BYTES * (_LONG_SHARD if chunk.joins else 1)
+                yield step(waiting, closes, last=False, within=closes and chunk.joins)
                 if closes:
                     shard, size = shard + 1, 0
             waiting = chunk

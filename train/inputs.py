@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 from xml.etree import ElementTree
 
-from bertship.artifacts import sha256_file
+from bertship.artifacts import sha256_file, sha256_json
 from bertship.errors import BertshipError, InputError
 
 KINDS = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".xml": "dump"}
@@ -249,8 +249,10 @@ def _remote_input(url: str) -> Input:
 def _hub_input(source: str) -> Input:
     parts = hub_parts(source)
     need_extra("datasets", "hub", f"{source}:")
-    if Path(parts["name"] or "").is_dir():  # a data set that lies here in the hub's layout
-        return Input(source, "hub", "", None, "local")
+    folder = Path(parts["name"] or "")
+    if folder.is_dir():  # a data set that lies here in the hub's layout
+        files = {str(file): sha256_file(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+        return Input(source, "hub", "", None, sha256_json(files))
     from huggingface_hub import HfApi
 
     try:

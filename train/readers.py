@@ -114,9 +114,15 @@ def units_of(item: Input, text_field: str = "text") -> list[Unit]:
 
 
 def read_chunks(
-    item: Input, unit: Unit, text_field: str = "text", resume: int | None = None, chunk_bytes: int = CHUNK_BYTES
+    item: Input,
+    unit: Unit,
+    text_field: str = "text",
+    resume: int | None = None,
+    within: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> Iterator[Chunk]:
-    """The documents that begin in `unit`, from the place `resume` on where one is given. Raises InputError."""
+    """The documents that begin in `unit`, or what is left of them from the place `resume` on, which may lie `within`
+    a document. Raises InputError."""
     with faults_named(item):
         if item.kind == "hub":
             yield from _hub_chunks(item, text_field, resume or 0, chunk_bytes)
@@ -124,7 +130,7 @@ def read_chunks(
         unpacked, stored = open_input(item)
         with stored, unpacked:
             if item.kind == "text":
-                yield from _text_chunks(unpacked, stored, unit, resume, chunk_bytes)
+                yield from _text_chunks(unpacked, stored, unit, resume, within, chunk_bytes)
             elif item.kind == "jsonl":
                 yield from _jsonl_chunks(unpacked, stored, item, unit, resume, chunk_bytes)
             elif item.kind == "dump":
@@ -157,7 +163,7 @@ def decode(chunk: Chunk, text_field: str, counts: Counter[str]) -> tuple[list[st
             texts = _decode_jsonl(chunk.payload, chunk, text_field, found)
     elif chunk.kind == "wikitext":
         articles = [prose(text) for text in chunk.payload]
-        texts = [article for article in articles if article]
+        texts = [_without_surrogates(article, found) for article in articles if article]  # from entities
         found["articles without prose"] += len(articles) - len(texts)
     else:
         texts = [_without_surrogates(text, found) for text in chunk.payload]
@@ -169,13 +175,14 @@ def decode(chunk: Chunk, text_field: str, counts: Counter[str]) -> tuple[list[st
 
 
 def _text_chunks(
-    file: IO[bytes], stored: IO[bytes], unit: Unit, resume: int | None, chunk_bytes: int
+    file: IO[bytes], stored: IO[bytes], unit: Unit, resume: int | None, within: bool, chunk_bytes: int
 ) -> Iterator[Chunk]:
     """A document belongs to the unit in which the blank line before it begins, the first one to the first unit."""
     place = _enter(file, unit, resume)
     if place and resume is None:
         place = _to_blank_line(file, place, chunk_bytes)
-    open_ended = follows_blank = False
+    open_ended = within
+    follows_blank = resume is not None and not within
     blocks = _blocks(file, place, unit.end, chunk_bytes, resume is not None, whole_documents=True)
     for raw in _cut_blocks(blocks, chunk_bytes, lambda buffer, window: _text_cut(buffer, window, chunk_bytes)):
         start = place

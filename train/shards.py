@@ -23,11 +23,14 @@ _BLOCK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard. `after`: where reading goes on; `last`: there is no more in its unit."""
+    """A finished shard. `after`: where reading goes on; `last`: there is no more in its unit. `joins`: its first
+    document goes on with the last one of the shard before; `open_side`: its own last one may go on, on this side."""
 
     folder: Path
     after: int
     last: bool
+    joins: bool
+    open_side: str | None
     size: int
     counts: dict[str, int]
     skipped: dict[str, int]
@@ -49,9 +52,9 @@ def finished_shards(root: Path, unit: int) -> list[Shard]:
 
 
 class ShardWriter:
-    """Takes the chunks of a shard in order; `close` makes it appear."""
+    """Takes the chunks of a shard in order; `close` makes it appear. `open_side`: that of the shard before."""
 
-    def __init__(self, folder: Path, heldout_share: float) -> None:
+    def __init__(self, folder: Path, heldout_share: float, open_side: str | None = None) -> None:
         self._folder, self._share = folder, heldout_share
         self._staging = folder.with_name(f".{folder.name}")
         shutil.rmtree(self._staging, ignore_errors=True)
@@ -62,7 +65,9 @@ class ShardWriter:
             }
             for split in SPLITS
         }
-        self._open: tuple[str, int] | None = None  # the last document's side and sentences; it may go on
+        # the last document's side and sentences in this shard; it may go on
+        self._open = (open_side, 0) if open_side else None
+        self._joins = False
         self.counts: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self.size = 0
@@ -78,6 +83,7 @@ class ShardWriter:
         joined = encoded.joins and self._open is not None
         if joined and self._open is not None:
             heldout[0] = self._open[0] == "heldout"
+            self._joins = self._joins or not self._open[1]
             documents[0] += self._open[1]
         else:
             self._flush()
@@ -95,7 +101,9 @@ class ShardWriter:
         self._write("heldout", "documents", documents[:-1][heldout[:-1]].astype("<u4"))
         self._open = (SPLITS[int(heldout[-1])], int(documents[-1]))
 
-    def close(self, after: int, last: bool) -> Shard:
+    def close(self, after: int, last: bool, within: bool = False) -> Shard:
+        """`within`: the place `after` lies within a document."""
+        open_side = self._open[0] if within and self._open else None
         self._flush()
         for files in self._files.values():
             for file in files.values():
@@ -103,6 +111,8 @@ class ShardWriter:
         facts: dict[str, Any] = {
             "after": after,
             "last": last,
+            "joins": self._joins,
+            "open_side": open_side,
             "size": self.size,
             "counts": dict(sorted(self.counts.items())),
             "skipped": dict(sorted(self.skipped.items())),
@@ -112,9 +122,9 @@ class ShardWriter:
         return Shard(self._folder, **facts)
 
     def _flush(self) -> None:
-        if self._open:
+        if self._open and self._open[1]:
             self._write(self._open[0], "documents", np.array([self._open[1]], "<u4"))
-            self._open = None
+        self._open = None
 
     def _write(self, split: str, name: str, values: np.ndarray) -> None:
         self._files[split][name].write(values.tobytes())
@@ -130,9 +140,14 @@ def merge_shards(shards: Iterable[Shard], out: Path) -> tuple[dict[str, int], di
         for name in ("sentences", "documents"):
             (out / split / f"{name}.bin").write_bytes(np.zeros(1, "<i8").tobytes())
         (out / split / "tokens.bin").touch()
+    before: Shard | None = None
     for shard in shards:
         counts.update(shard.counts)
         skipped.update(shard.skipped)
+        if shard.joins and before and before.open_side:
+            with (out / before.open_side / "documents.bin").open("r+b") as file:
+                file.truncate(file.seek(0, 2) - 8)  # its last document does not end there
+        before = shard
         for split in SPLITS:
             with (
                 (shard.folder / f"{split}.tokens").open("rb") as source,
