@@ -23,10 +23,11 @@ from bertship.config import CorpusConfig
 from bertship.errors import CheckFailed, InputError
 from bertship.tokenization import Tokenizer
 from train import corpus as builder
+from train.chunks import Chunk
 from train.corpus import Corpus, build_corpus, sentences_of, train_vocabulary
 from train.encode import Encoder
 from train.inputs import find_inputs
-from train.readers import Chunk, read_documents
+from train.readers import read_documents
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "corpus"
@@ -42,7 +43,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units, shards and chunks of little text."""
     monkeypatch.setattr("train.readers.UNIT_BYTES", 1 << 16)
     monkeypatch.setattr(builder, "UNIT_BYTES", 1 << 16)
-    monkeypatch.setattr("train.readers.CHUNK_BYTES", 1 << 13)
     monkeypatch.setattr("train.readers.read_chunks.__defaults__", ("text", None, False, 1 << 13))
 
 

@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertship.errors import InputError
-from train import readers
+from train import lines, readers
+from train.chunks import CHUNK_BYTES, Chunk, Unit
 from train.inputs import find_inputs, hub_parts
-from train.readers import Chunk, Unit, decode, read_chunks, read_documents, units_of
+from train.readers import decode, read_chunks, read_documents, units_of
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -304,15 +305,15 @@ def test_row_groups_are_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_document_longer_than_any_chunk_is_whole(tmp_path: Path) -> None:
-    lines = [f"Line {number} of a very long document." for number in range(150_000)]
+    long = [f"Line {number} of a very long document." for number in range(150_000)]
     path = tmp_path / "a.txt"
-    path.write_text("First.\n\n" + "\n".join(lines) + "\n\nLast.", "utf-8")
-    assert path.stat().st_size > 5 * readers.CHUNK_BYTES
-    assert list(read_documents(path)) == ["First.", "\n".join(lines), "Last."]
+    path.write_text("First.\n\n" + "\n".join(long) + "\n\nLast.", "utf-8")
+    assert path.stat().st_size > 5 * CHUNK_BYTES
+    assert list(read_documents(path)) == ["First.", "\n".join(long), "Last."]
 
 
 def test_a_line_of_json_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_LONGEST_LINE", 1 << 21)
+    monkeypatch.setattr(lines, "_LONGEST_LINE", 1 << 21)
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "' + b"x" * (3 << 20))
     with pytest.raises(InputError, match=r"a\.jsonl: a line of JSON is longer than 2 MiB; part its document"):
         list(read_documents(tmp_path / "a.jsonl"))

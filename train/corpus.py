@@ -32,10 +32,11 @@ from bertship import artifacts
 from bertship.config import CorpusConfig
 from bertship.errors import InputError
 from bertship.tokenization import Tokenizer
+from train.chunks import CHUNK_BYTES, PACKING, UNIT_BYTES, Chunk, Unit
 from train.encode import sentences_of, token_dtype
 from train.inputs import Input, Source, find_inputs
 from train.progress import byte_progress, to_stderr
-from train.readers import CHUNK_BYTES, PACKING, UNIT_BYTES, Chunk, Unit, read_chunks, read_documents, units_of
+from train.readers import read_chunks, read_documents, units_of
 from train.shards import Shard, ShardWriter, finished_shards, merge_shards, shard_folder
 from train.splits import SPLITS, Corpus, describe, ensure_both_sides
 from train.vocabulary import count_more, train_vocabulary, vocabulary_of
@@ -56,7 +57,10 @@ __all__ = [
 ]
 
 _ROOT = Path(__file__).parents[1]
-_MODULES = ("corpus", "encode", "inputs", "readers", "shards", "splits", "vocabulary", "wikitext")
+_MODULES = (
+    *("chunks", "corpus", "encode", "inputs", "lines", "readers", "rows"),
+    *("shards", "splits", "vocabulary", "wikitext"),
+)
 _CODE = (
     "bertship/tokenization.py",
     *(f"train/{name}.py" for name in _MODULES),

@@ -17,7 +17,8 @@ import numpy as np
 import sentencex
 
 from bertship.tokenization import Tokenizer
-from train.readers import Chunk, decode
+from train.chunks import Chunk
+from train.readers import decode
 
 _CACHED_WORDS = 250_000  # some 40 MB; then it begins anew
 _LONGEST_CACHED = 200  # characters; a longer word will not come again

@@ -17,9 +17,10 @@ from typing import IO, Any, TypeVar
 
 from bertship.errors import CheckFailed
 from bertship.tokenization import Tokenizer
+from train.chunks import Chunk
 from train.encode import Encoded, Encoder, words_of
 from train.inputs import Input
-from train.readers import Chunk, records_named
+from train.readers import records_named
 
 Job = TypeVar("Job")
 _ROOT = Path(__file__).parents[1]
