@@ -54,6 +54,7 @@ class CorpusConfig(_Strict):
     heldout_share: float = Field(default=0.05, gt=0, lt=1)  # share of documents kept for evaluation
     seed: int = Field(default=42, ge=0)
     text_field: str = "text"  # of JSON Lines, the column of Parquet and of hub data sets
+    rows_per_document: int = Field(default=1, gt=0)  # of Parquet and hub data sets, for collections of single sentences
     language: str = "en"  # whose rules part sentences, as an ISO 639 code
     vocabulary_sample_mib: int = Field(default=256, gt=0)  # of text that the vocabulary is trained on, spread over all
 

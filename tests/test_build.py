@@ -43,7 +43,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units, shards and chunks of little text."""
     monkeypatch.setattr("train.readers.UNIT_BYTES", 1 << 16)
     monkeypatch.setattr(builder, "UNIT_BYTES", 1 << 16)
-    monkeypatch.setattr("train.readers.read_chunks.__defaults__", ("text", None, False, 1 << 13))
+    monkeypatch.setattr(builder, "CHUNK_BYTES", 1 << 13)
 
 
 def documents_of(out: Path) -> list[list[list[int]]]:

@@ -91,6 +91,17 @@ def test_rows_without_a_text_are_counted(tmp_path: Path) -> None:
     assert skipped == {"rows without a text": 2}
 
 
+def test_rows_of_single_sentences_make_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(parquet(["a", "b", None, "c", "d", "e", "f"]))
+    (item,) = find_inputs([path])
+    (unit,) = units_of(item)
+    chunks = list(read_chunks(item, unit, chunk_bytes=1, rows_per_document=2))
+    assert [chunk.payload for chunk in chunks] == [["a\nb"], ["c"], ["d\ne"], ["f"]]
+    rest = list(read_chunks(item, unit, resume=chunks[1].after, chunk_bytes=1, rows_per_document=2))
+    assert [chunk.payload for chunk in rest] == [["d\ne"], ["f"]]
+
+
 def test_another_field_may_hold_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet(["x"], "body"))
     (tmp_path / "a.jsonl").write_bytes(jsonl(["y"], "body"))

@@ -98,6 +98,14 @@ class Plan:
         """The input that the unit `number` is of."""
         return self.inputs[self.units[number][0]]
 
+    def read(
+        self, number: int, resume: int | None = None, within: bool = False, chunk_bytes: int | None = None
+    ) -> Iterator[Chunk]:
+        """`read_chunks` of the unit `number`."""
+        which, unit = self.units[number]
+        fields = (self.config.text_field, resume, within, chunk_bytes or CHUNK_BYTES, self.config.rows_per_document)
+        return read_chunks(self.inputs[which], unit, *fields)
+
     def save(self) -> None:
         facts = dataclasses.asdict(self) | {"work": None, "config": self.config.model_dump()}
         artifacts.write_text(self.work / "plan.json", json.dumps(facts, indent=1) + "\n")
@@ -305,7 +313,7 @@ def _steps(plan: Plan, numbers: Sequence[int], ready: dict[int, list[Shard]]) ->
             return _Step(number, shard, chunk, weight, closes, chunk.after, last, within)  # noqa: B023
 
         within = bool(shards and shards[-1].open_side)
-        for chunk in read_chunks(item, unit, plan.config.text_field, resume, within):
+        for chunk in plan.read(number, resume, within):
             if waiting:
                 # between documents, or within one that is longer than several shards
                 closes = size >= UNIT_BYTES * (_LONG_SHARD if chunk.joins else 1)
@@ -359,7 +367,7 @@ def _sample(plan: Plan, budget: int) -> Iterator[tuple[int, Chunk]]:
             share = max(unit.weight * budget // plan.weight, _LEAST_SAMPLE_BYTES)
         left = share
         chunk_bytes = min(CHUNK_BYTES, share)
-        for chunk in read_chunks(item, unit, plan.config.text_field, chunk_bytes=chunk_bytes):
+        for chunk in plan.read(number, chunk_bytes=chunk_bytes):
             yield number, chunk
             left -= chunk.size
             if left < chunk_bytes / 2:

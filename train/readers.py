@@ -72,12 +72,13 @@ def read_chunks(
     resume: int | None = None,
     within: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    rows_per_document: int = 1,
 ) -> Iterator[Chunk]:
     """The documents that begin in `unit`, or what is left of them from the place `resume` on, which may lie `within`
     a document. Raises InputError."""
     with faults_named(item):
         if item.kind == "hub":
-            yield from hub_chunks(item, text_field, resume or 0, chunk_bytes)
+            yield from hub_chunks(item, text_field, resume or 0, chunk_bytes, rows_per_document)
             return
         unpacked, stored = open_input(item)
         with stored, unpacked:
@@ -88,7 +89,7 @@ def read_chunks(
             elif item.kind == "dump":
                 yield from _dump_chunks(unpacked, stored, item, resume or 0, chunk_bytes)
             else:
-                yield from parquet_chunks(unpacked, item, unit, text_field, resume, chunk_bytes)
+                yield from parquet_chunks(unpacked, item, unit, text_field, resume, chunk_bytes, rows_per_document)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,13 @@ def row_group_units(opened: Any, text_field: str, unit_bytes: int) -> list[Unit]
 
 
 def parquet_chunks(
-    file: IO[bytes], item: Input, unit: Unit, text_field: str, resume: int | None, chunk_bytes: int
+    file: IO[bytes],
+    item: Input,
+    unit: Unit,
+    text_field: str,
+    resume: int | None,
+    chunk_bytes: int,
+    rows_per_document: int,
 ) -> Iterator[Chunk]:
     """Places are rows within the unit."""
     with tempfile.TemporaryFile() if item.compression else contextlib.nullcontext() as scratch:
@@ -60,13 +66,13 @@ def parquet_chunks(
         batches = opened.iter_batches(_ROWS, row_groups=groups, columns=[text_field], use_threads=False)
         rows = (row for batch in batches for row in batch.column(0).to_pylist())
         behind = 0
-        for chunk in _row_chunks(rows, item.name, resume or 0, chunk_bytes):
+        for chunk in _row_chunks(rows, item.name, resume or 0, chunk_bytes, rows_per_document):
             behind += chunk.size
             chunk.stored = behind if scratch is None else behind // PACKING
             yield chunk
 
 
-def hub_chunks(item: Input, text_field: str, resume: int, chunk_bytes: int) -> Iterator[Chunk]:
+def hub_chunks(item: Input, text_field: str, resume: int, chunk_bytes: int, rows_per_document: int) -> Iterator[Chunk]:
     """Places are rows."""
     datasets = need_extra("datasets", "hub", f"{item.name}:")
     parts = hub_parts(item.name)
@@ -80,18 +86,27 @@ def hub_chunks(item: Input, text_field: str, resume: int, chunk_bytes: int) -> I
         )
     # the rows before `resume` are passed over by `datasets`, without being decoded where it can
     texts = (row.get(text_field) for row in (rows.skip(resume) if resume else rows))
-    for chunk in _row_chunks(texts, item.name, 0, chunk_bytes):
+    for chunk in _row_chunks(texts, item.name, 0, chunk_bytes, rows_per_document):
         chunk.offset += resume
         chunk.after += resume
         yield chunk
 
 
-def _row_chunks(rows: Iterator[Any], name: str, resume: int, chunk_bytes: int) -> Iterator[Chunk]:
-    """Rows of text as chunks; those without a text are counted."""
+def _row_chunks(
+    rows: Iterator[Any], name: str, resume: int, chunk_bytes: int, rows_per_document: int
+) -> Iterator[Chunk]:
+    """Rows of text as chunks, so many of them a document; those without a text are counted."""
     place = start = resume
     texts: list[str] = []
+    document: list[str] = []
     size = 0
     counts: Counter[str] = Counter()
+
+    def end_document() -> None:
+        if document:
+            texts.append("\n".join(document))
+            document.clear()
+
     for row in itertools.islice(rows, resume, None):
         place += 1
         if row is None:
@@ -99,10 +114,13 @@ def _row_chunks(rows: Iterator[Any], name: str, resume: int, chunk_bytes: int) -
         elif not isinstance(row, str):
             raise InputError(f"{name}, row {place}: a {type(row).__name__} where a text is needed")
         else:
-            texts.append(row)
+            document.append(row)
             size += size_of(row)
-        if size >= chunk_bytes:
-            yield Chunk("texts", texts, start, place, size, 0, counts=counts)
-            texts, size, counts, start = [], 0, Counter(), place
+        if place % rows_per_document == 0:
+            end_document()
+            if size >= chunk_bytes:
+                yield Chunk("texts", texts, start, place, size, 0, counts=counts)
+                texts, size, counts, start = [], 0, Counter(), place
+    end_document()
     if texts or counts:
         yield Chunk("texts", texts, start, place, size, 0, counts=counts)
