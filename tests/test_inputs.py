@@ -163,12 +163,14 @@ def test_the_names_of_hub_data_sets() -> None:
         "revision": "v1",
         "config": "20231101.en",
         "split": "train",
+        "rows": None,
     }
-    assert hub_parts("hub:bookcorpus/bookcorpus") == {
+    assert hub_parts("hub:bookcorpus/bookcorpus@refs/convert/parquet#500") == {
         "name": "bookcorpus/bookcorpus",
-        "revision": None,
+        "revision": "refs/convert/parquet",
         "config": None,
         "split": None,
+        "rows": "500",
     }
 
 
@@ -183,6 +185,7 @@ def test_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert list(read_documents(f"hub:{folder}", skipped)) == DOCUMENTS
     assert skipped == {"rows without a text": 1}
     assert list(read_documents(f"hub:{folder}:default:test")) == ["Test."]
+    assert list(read_documents(f"hub:{folder}#3")) == ["\n".join(DOCUMENTS[:3]), DOCUMENTS[3]]
     (item,) = find_inputs([f"hub:{folder}"])
     (unit,) = units_of(item)
     assert [t for c in read_chunks(item, unit, resume=2) for t in c.payload] == DOCUMENTS[2:]

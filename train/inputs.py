@@ -3,7 +3,8 @@
 books/                       a folder: every file in it of a known kind, in the order of their names
 'wiki/*.jsonl.zst'           a glob, `**` for any depth
 s3://bucket/part-*.parquet   any address that fsspec knows
-hub:wikimedia/wikipedia:20231101.en:train    a data set on the Hugging Face hub: NAME[@REVISION][:CONFIG[:SPLIT]]
+hub:wikimedia/wikipedia:20231101.en:train    a data set on the Hugging Face hub, NAME[@REVISION][:CONFIG[:SPLIT]];
+                                                 `#500` behind it makes documents of 500 rows
 """
 
 import bz2
@@ -27,7 +28,9 @@ COMPRESSIONS = (".gz", ".bz2", ".zst")
 _HEAD_BYTES = 4096  # enough to find the root element of a dump
 _BLOCK_BYTES = 1 << 20  # of a compressed file, taken at once
 _BIGGEST_WINDOW_BYTES = 1 << 29  # of a Zstandard archive, held in memory while it is unpacked
-_HUB = re.compile(r"hub:(?P<name>[^@:]+)(@(?P<revision>[^:]+))?(:(?P<config>[^:]+))?(:(?P<split>[^:]+))?")
+_HUB = re.compile(
+    r"hub:(?P<name>[^@:#]+)(@(?P<revision>[^:#]+))?(:(?P<config>[^:#]+))?(:(?P<split>[^:#]+))?(#(?P<rows>[1-9]\d*))?"
+)
 
 Source = str | Path
 
@@ -108,10 +111,10 @@ def faults_named(item: Input) -> Iterator[None]:
 
 
 def hub_parts(name: str) -> dict[str, str | None]:
-    """`name`, `revision`, `config` and `split` of a `hub:...` source. Raises InputError."""
+    """`name`, `revision`, `config`, `split` and `rows` of a `hub:...` source. Raises InputError."""
     match = _HUB.fullmatch(name)
     if not match:
-        raise InputError(f"{name!r} is no data set; hub:NAME[@REVISION][:CONFIG[:SPLIT]] is needed")
+        raise InputError(f"{name!r} is no data set; hub:NAME[@REVISION][:CONFIG[:SPLIT]][#ROWS] is needed")
     return match.groupdict()
 
 

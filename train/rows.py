@@ -86,7 +86,7 @@ def hub_chunks(item: Input, text_field: str, resume: int, chunk_bytes: int, rows
         )
     # the rows before `resume` are passed over by `datasets`, without being decoded where it can
     texts = (row.get(text_field) for row in (rows.skip(resume) if resume else rows))
-    for chunk in _row_chunks(texts, item.name, 0, chunk_bytes, rows_per_document):
+    for chunk in _row_chunks(texts, item.name, 0, chunk_bytes, int(parts["rows"] or rows_per_document)):
         chunk.offset += resume
         chunk.after += resume
         yield chunk
