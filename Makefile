@@ -69,7 +69,7 @@ $(RUN_STAMP): $(PINS) pyproject.toml .venv/.made
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)
-	@{ $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve,dev,rtx]'; } >.venv/setup.log 2>&1 || \
+	@{ $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve,hub,scale,dev,rtx]'; } >.venv/setup.log 2>&1 || \
 	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2 || true; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
 	@touch $@
 

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from bertship.errors import InputError
 
@@ -49,10 +49,19 @@ class EncoderConfig(_Strict):
 class CorpusConfig(_Strict):
     """Documents to tokens."""
 
-    vocab_size: int = Field(default=8192, ge=64, multiple_of=8)  # pieces, special ones included
+    vocab_size: int = Field(default=8192, ge=64)  # pieces, special ones included; rounded up to a multiple of 8
     lowercase: bool = True  # also strips accents, as BERT's uncased tokenizer does
     heldout_share: float = Field(default=0.05, gt=0, lt=1)  # share of documents kept for evaluation
     seed: int = Field(default=42, ge=0)
+    text_field: str = "text"  # of JSON Lines, the column of Parquet and of hub data sets
+    rows_per_document: int = Field(default=1, gt=0)  # of Parquet and hub data sets, for collections of single sentences
+    language: str = "en"  # whose rules part sentences, as an ISO 639 code
+    vocabulary_sample_mib: int = Field(default=256, gt=0)  # of text that the vocabulary is trained on, spread over all
+
+    @field_validator("vocab_size")
+    @classmethod
+    def _even(cls, size: int) -> int:
+        return -(-size // 8) * 8  # matrix units like it
 
 
 class PretrainConfig(_Strict):
@@ -69,6 +78,7 @@ class PretrainConfig(_Strict):
     clip_norm: float = Field(default=1.0, gt=0)  # largest gradient norm
     masked_share: float = Field(default=0.15, gt=0, lt=1)  # of the tokens, special ones apart
     mask_rates: tuple[float, float, float] = (0.8, 0.1, 0.1)  # [MASK], random piece, unchanged
+    whole_word_masking: bool = False  # all pieces of a word or none
     short_sequence_share: float = Field(default=0.1, ge=0, le=1)  # of the samples, made shorter than they could be
     heldout_batches: int = Field(default=20, gt=0)  # batches an evaluation
     precision: Literal["auto", "fp32", "bf16"] = "auto"

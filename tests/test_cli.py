@@ -158,7 +158,7 @@ def test_settings_reach_the_stage(bertship, stage):
     assert (
         bertship("corpus", "a", "b", "--set", "vocab_size=64", "--set", "seed = 1=2", "--name", "n", "--force")[0] == 0
     )
-    sources, out, settings, _, force = seen[0]
+    sources, out, settings, _, force, *_ = seen[0]
     assert (sources, out, settings, force) == (
         ["a", "b"],
         Path("runs/corpus/n"),

@@ -42,7 +42,7 @@ def test_presets_grow():
         (PretrainConfig, {"steps": 0}, "here: steps = 0: "),
         (PretrainConfig, {"mask_rates": [0.8, 0.2]}, "here: mask_rates"),
         (PretrainConfig, {"precision": "fp8"}, "here: precision = 'fp8': .*'auto', 'fp32' or 'bf16'"),
-        (CorpusConfig, {"vocab_size": 1001}, "here: vocab_size = 1001: .*multiple of 8"),
+        (CorpusConfig, {"vocab_size": 63}, "here: vocab_size = 63: .*greater than or equal to 64"),
         (FinetuneConfig, {"learning_rate": -1}, "here: learning_rate = -1: .*greater than 0"),
         (EncoderConfig, {**SHAPE, "num_attention_heads": 3}, "here: hidden_size 64 is no multiple .*heads 3"),
         (EncoderConfig, {**SHAPE, "hidden_act": "relu"}, "here: hidden_act = 'relu': .*'gelu'"),
@@ -53,6 +53,10 @@ def test_faults_are_named_in_one_line(model, change, message):
     with pytest.raises(InputError, match=message) as caught:
         parse(model, change, "here")
     assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_is_rounded_up_to_a_multiple_of_eight():
+    assert [CorpusConfig(vocab_size=size).vocab_size for size in (64, 30_522, 30_528)] == [64, 30_528, 30_528]
 
 
 def test_settings_of_the_command_line_come_as_text():

@@ -1,17 +1,22 @@
 """Pre-training samples: pure functions of (seed, epoch, index), balanced pairs, no segment of its own document."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from bertship.config import PretrainConfig
+from bertship.config import CorpusConfig, PretrainConfig
 from bertship.errors import InputError
 from bertship.tokenization import SPECIAL_TOKENS, Tokenizer
-from train.corpus import Corpus
+from train.corpus import Corpus, build_corpus
 from train.dataset import PretrainingDataset
 from train.heads import IS_NEXT, NOT_NEXT
 
+DATA = Path(__file__).parents[2] / "shared" / "data" / "corpus"
 TOKENIZER = Tokenizer.from_vocab([*SPECIAL_TOKENS, *(f"w{index}" for index in range(995))], lowercase=True)
 CONFIG = PretrainConfig(sequence_length=32, seed=3)
 
@@ -159,6 +164,104 @@ def test_every_token_is_met_over_the_epochs(documents: list[list[int]]) -> None:
             seen[sample.first.start : sample.second.end] += 1
     assert seen.min() > 0
     assert 0.5 * epochs < seen.mean() < 1.5 * epochs
+
+
+def test_the_tokens_used_are_the_tokens_there_are() -> None:
+    """Documents of any length, from two tokens to two hundred rows: no epoch favours one, and none is cut short."""
+    rng = np.random.default_rng(5)
+    documents = [rng.integers(1, 40, count).tolist() for count in (2, 3, 5, 20, 100, 300) for _ in range(3)]
+    corpus = corpus_of(documents)
+    dataset = dataset_of(corpus)
+    bounds = corpus.sentences[corpus.documents]
+    seen = np.zeros(len(corpus.tokens), int)
+    shares = []
+    for epoch in range(24):
+        for index in range(len(dataset)):
+            sample = dataset.sample(index, epoch)
+            for span in (sample.first, sample.second):
+                seen[bounds[span.document] + span.start : bounds[span.document] + span.end] += 1
+        shares.append((seen > 0).mean())
+    assert shares[0] > 0.65 and shares[1] > 0.9 and shares[3] > 0.98
+    assert shares[-1] == 1, "tokens that are never used"
+    of_document = np.add.reduceat(seen, bounds[:-1]) / np.diff(bounds) / 24
+    long = np.diff(bounds) > 200
+    assert of_document[long].min() > 0.85 and of_document[long].max() < 1.15
+    assert abs(of_document[long].mean() - 1) < 0.15
+
+
+def test_a_pair_is_next_in_every_second_epoch() -> None:
+    dataset = dataset_of(ordinary())
+    for index in range(20):
+        labels = [dataset.sample(index, epoch).next_label for epoch in range(10)]
+        assert all(labels[epoch] != labels[epoch + 1] for epoch in range(0, 10, 2))
+
+
+@pytest.mark.parametrize("name", ["austen", "wikipedia"])
+def test_balance_on_real_documents(tmp_path: Path, name: str) -> None:
+    """pre.2"""
+    if not (DATA / f"{name}.jsonl").is_file():
+        pytest.skip(f"no {DATA}")
+    build_corpus([DATA / f"{name}.jsonl"], tmp_path / "out", CorpusConfig(vocab_size=1024), report=lambda _: None)
+    tokenizer = Tokenizer.from_dir(tmp_path / "out")
+    config = PretrainConfig(sequence_length=128, whole_word_masking=True)
+    dataset = PretrainingDataset(Corpus.open(tmp_path / "out"), 128, config, tokenizer)
+    samples = [dataset.sample(index, 0) for index in range(len(dataset))]
+    assert abs(np.mean([sample.next_label for sample in samples]) - 0.5) < 0.02
+    for sample in samples:
+        assert len(sample.positions) >= 1
+        assert sample.next_label == IS_NEXT or sample.first.document != sample.second.document
+        assert not set(sample.row.ids[sample.positions].tolist()) & (set(tokenizer.special_ids) - {tokenizer.mask_id})
+    predicted = sum(len(sample.positions) for sample in samples)
+    assert abs(predicted / sum(len(sample.row) - 3 for sample in samples) - 0.15) < 0.005
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=12), min_size=1, max_size=12),
+    length=st.integers(8, 64),
+    seed=st.integers(0, 9),
+    whole_words=st.booleans(),
+)
+def test_any_corpus(documents: list[list[int]], length: int, seed: int, whole_words: bool) -> None:
+    """pre.1, pre.4, pre.5: whatever the documents, every sample is whole, predicts something, and is what it says."""
+    corpus = corpus_of(documents)
+    if all(sum(document) < 2 for document in documents):
+        return
+    config = CONFIG.model_copy(update={"seed": seed, "sequence_length": length, "whole_word_masking": whole_words})
+    dataset = PretrainingDataset(corpus, length, config, TOKENIZER)
+    special = {TOKENIZER.cls_id, TOKENIZER.sep_id, TOKENIZER.pad_id}
+    labels = []
+    for index in range(len(dataset)):
+        sample = dataset.sample(index, seed)
+        labels.append(sample.next_label)
+        assert 5 <= len(sample.row) <= length
+        assert (sample.row.ids == TOKENIZER.sep_id).sum() == 2 and sample.row.ids[0] == TOKENIZER.cls_id
+        assert len(sample.positions) >= 1 and not set(sample.labels.tolist()) & set(TOKENIZER.special_ids)
+        assert not special & set(sample.row.ids[sample.positions].tolist())
+        assert 0 <= sample.first.start < sample.first.end <= sum(documents[sample.first.document])
+        assert 0 <= sample.second.start < sample.second.end <= sum(documents[sample.second.document])
+        follows = (sample.first.document, sample.first.end) == (sample.second.document, sample.second.start)
+        assert follows if sample.next_label == IS_NEXT else sample.first.document != sample.second.document
+        if len(documents) == 1:
+            assert sample.next_label == IS_NEXT
+    if len(documents) > 1:
+        assert abs(labels.count(NOT_NEXT) - labels.count(IS_NEXT)) <= 1
+
+
+def test_threads_see_what_one_sees() -> None:
+    """pre.7"""
+    dataset = dataset_of(ordinary())
+    alone = [dataset.batch_at(step, 8) for step in range(12)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda step: dataset.batch_at(step, 8), range(12)))
+    for one, other in zip(alone, together, strict=True):
+        assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_a_single_sentence_is_all_segment_a() -> None:
+    row = TOKENIZER.row(TOKENIZER.tokenize(["w1 w2 w3"])[0])
+    assert row.types.tolist() == [0] * 5
+    assert row.ids.tolist()[0] == TOKENIZER.cls_id and row.ids.tolist()[-1] == TOKENIZER.sep_id
 
 
 def test_segments_start_at_sentences_and_fill_the_row() -> None:

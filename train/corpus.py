@@ -6,56 +6,134 @@ A corpus directory holds the tokenizer's files and, in `train/` and `heldout/`, 
     sentences.bin   int64 [S+1]: where each sentence starts in `tokens`
     documents.bin   int64 [D+1]: where each document starts in `sentences`
 
-Text is read document by document and written as it comes; what stays in memory is one document, one batch of
-sentences and, while a vocabulary is trained, the distinct words.
+A build goes in three steps over a working directory, so that it can be interrupted, and shared by machines:
+
+    prepare   what there is to read, in units that depend on the input alone; a vocabulary from a sample of it
+    shards    each unit to folders of ids (train/shards.py), by as many processes as there are
+    merge     the shards, in the order of the input, to the corpus directory
+
+What stays in memory is a few chunks of a megabyte and, while a vocabulary is trained, the distinct words.
 """
 
-import hashlib
-import itertools
+import contextlib
+import dataclasses
+import errno
+import fcntl
 import json
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import sentencex
 
 from bertship import artifacts
 from bertship.config import CorpusConfig
 from bertship.errors import InputError
 from bertship.tokenization import Tokenizer
-from train.progress import to_stderr
-from train.readers import read_documents
-from train.vocabulary import train_vocabulary
+from train.chunks import CHUNK_BYTES, PACKING, UNIT_BYTES, Chunk, Unit
+from train.encode import sentences_of, token_dtype
+from train.inputs import Input, Source, find_inputs
+from train.progress import byte_progress, to_stderr
+from train.readers import read_chunks, read_documents, units_of
+from train.shards import Shard, ShardWriter, finished_shards, merge_shards, shard_folder
+from train.splits import SPLITS, Corpus, describe, ensure_both_sides
+from train.vocabulary import count_more, train_vocabulary, vocabulary_of
+from train.workers import Workers
 
-__all__ = ["SPLITS", "Corpus", "build_corpus", "fingerprint_of", "read_documents", "sentences_of", "train_vocabulary"]
+__all__ = [
+    "SPLITS",
+    "Corpus",
+    "Plan",
+    "build_corpus",
+    "build_shards",
+    "fingerprint_of",
+    "merge",
+    "prepare",
+    "read_documents",
+    "sentences_of",
+    "train_vocabulary",
+]
 
-SPLITS = ("train", "heldout")
 _ROOT = Path(__file__).parents[1]
-_CODE = ("train/corpus.py", "train/readers.py", "train/vocabulary.py", "bertship/tokenization.py")
-_BATCH_CHARACTERS = 1_000_000  # tokenized in one call, so that every core has work and memory stays flat
+_MODULES = (
+    *("chunks", "corpus", "encode", "inputs", "lines", "readers", "rows"),
+    *("shards", "splits", "vocabulary", "wikitext"),
+)
+_CODE = (
+    "bertship/tokenization.py",
+    *(f"train/{name}.py" for name in _MODULES),
+)
+_SMALL_BYTES = 1 << 22  # of text: starting processes would take longer
+_MOST_WORKERS = 4  # unless more are asked for: each takes memory
+_LONG_SHARD = 4  # units of text, where a document has no end before
+_LEAST_SAMPLE_BYTES = 1 << 16  # of a unit
 
 
-def sentences_of(text: str) -> list[str]:
-    """Sentences of a document in order, stripped, none empty; a line break always ends one."""
-    return [
-        sentence.strip()
-        for line in text.splitlines()
-        if line.strip()
-        for sentence in sentencex.segment("en", line)
-        if sentence.strip()
-    ]
+@dataclass(frozen=True)
+class Plan:
+    """What a build does, as kept in its working directory `work`. `units`: (number of the input, unit), in order."""
+
+    work: Path
+    fingerprint: str
+    config: CorpusConfig
+    inputs: list[Input]
+    units: list[tuple[int, Unit]]
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.work / "tokenizer"
+
+    @property
+    def shards(self) -> Path:
+        return self.work / "shards"
+
+    @property
+    def weight(self) -> int:
+        """Bytes of text, as far as that can be told beforehand."""
+        return sum(unit.weight for _, unit in self.units)
+
+    def item(self, number: int) -> Input:
+        """The input that the unit `number` is of."""
+        return self.inputs[self.units[number][0]]
+
+    def read(
+        self, number: int, resume: int | None = None, within: bool = False, chunk_bytes: int | None = None
+    ) -> Iterator[Chunk]:
+        """`read_chunks` of the unit `number`."""
+        which, unit = self.units[number]
+        fields = (self.config.text_field, resume, within, chunk_bytes or CHUNK_BYTES, self.config.rows_per_document)
+        return read_chunks(self.inputs[which], unit, *fields)
+
+    def save(self) -> None:
+        facts = dataclasses.asdict(self) | {"work": None, "config": self.config.model_dump()}
+        artifacts.write_text(self.work / "plan.json", json.dumps(facts, indent=1) + "\n")
+
+    @classmethod
+    def open(cls, work: Path) -> "Plan":
+        """The plan that `prepare` wrote. Raises InputError."""
+        try:
+            facts = json.loads((work / "plan.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise InputError(f"no plan.json in {work}: it is no working directory of a corpus") from None
+        return cls(
+            work,
+            facts["fingerprint"],
+            CorpusConfig(**facts["config"]),
+            [Input(**item) for item in facts["inputs"]],
+            [(number, Unit(**unit)) for number, unit in facts["units"]],
+        )
 
 
-def fingerprint_of(sources: Sequence[Path], config: CorpusConfig, tokenizer: Tokenizer | None = None) -> str:
+def fingerprint_of(sources: Sequence[Source | Input], config: CorpusConfig, tokenizer: Tokenizer | None = None) -> str:
     """What `build_corpus` would record: sources' names and hashes, configuration, tokenizer, code and library versions.
 
     Raises InputError when a source is missing.
     """
     return artifacts.sha256_json(
         {
-            "sources": [(path.name, artifacts.sha256_file(path)) for path in _checked(sources)],
+            "sources": [item.identity for item in find_inputs(sources)],
             "config": config.model_dump(),
             "tokenizer": tokenizer.backend.to_str() if tokenizer else None,
             "code": artifacts.code_digest(_ROOT, _CODE),
@@ -65,287 +143,264 @@ def fingerprint_of(sources: Sequence[Path], config: CorpusConfig, tokenizer: Tok
 
 
 def build_corpus(
-    sources: Sequence[Path],
+    sources: Sequence[Source | Input],
     out: Path,
     config: CorpusConfig,
     tokenizer: Tokenizer | None = None,
     report: Callable[[str], None] = to_stderr,
+    workers: int | None = None,
 ) -> dict[str, Any]:
     """Write the corpus directory `out` and return its manifest. `report` is given one line at a time.
 
-    Without a `tokenizer` a vocabulary is trained on all documents, held-out ones included, as for any published
-    BERT. Which documents are held out depends on `config.seed` and the document's number alone. Both splits get at
-    least one document; a corpus of one document is parted instead, its last sentences held out. The metrics count
-    documents, sentences, tokens, characters (code points), what was skipped by reason, and the share of [UNK].
+    `sources`: see `train.inputs`. Without a `tokenizer` a vocabulary is trained on a sample spread over all
+    documents, held-out ones included, as for any published BERT. Which documents are held out depends on
+    `config.seed` and their text alone. Both splits get at least one document; a corpus of one document is parted
+    instead, its last sentences held out. The metrics count documents, sentences, tokens, characters (code points),
+    what was skipped or repaired by reason, and the share of [UNK].
 
-    Raises InputError for sources that are missing, of an unknown kind or damaged, and for a corpus of less than
-    two sentences.
+    `workers` processes tokenize (None: one a core, four at most; 0: this one); their number changes no byte of the
+    result. A build that ended early, killed or not, goes on where it was when it is started again with the same
+    sources and settings. Raises InputError for sources that are missing, of an unknown kind or damaged, for a corpus
+    of less than two sentences, and when another process is building the same corpus.
     """
-    sources = _checked(sources)
-    fingerprint = fingerprint_of(sources, config, tokenizer)
-    skipped: Counter[str] = Counter()
+    out = Path(out)
+    out = out.resolve() if out.is_symlink() else out
+    inputs = find_inputs(sources, report)
+    work = out.with_name(f".{out.name}.building")
+    with _alone(work), _full_disk_named(work):
+        plan = prepare(inputs, work, config, tokenizer, report, workers)
+        build_shards(plan, report=report, workers=workers)
+        manifest = merge(plan, out, report)
+        shutil.rmtree(work, ignore_errors=True)
+    return manifest
+
+
+def prepare(
+    sources: Sequence[Source | Input],
+    work: Path,
+    config: CorpusConfig,
+    tokenizer: Tokenizer | None = None,
+    report: Callable[[str], None] = to_stderr,
+    workers: int | None = None,
+) -> Plan:
+    """Make `work` the working directory of a build: its plan and its tokenizer. One of the same sources and settings
+    is kept with all that is in it, any other is removed."""
+    inputs = find_inputs(sources, report)
+    fingerprint = fingerprint_of(inputs, config, tokenizer)
+    with contextlib.suppress(InputError):
+        plan = Plan.open(work)
+        if plan.fingerprint == fingerprint and plan.tokenizer_dir.is_dir():
+            return plan
+    for leftover in work.iterdir() if work.is_dir() else ():
+        if leftover.name != "lock":
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    units = [(number, unit) for number, item in enumerate(inputs) for unit in units_of(item, config.text_field)]
+    plan = Plan(work, fingerprint, config, inputs, units)
+    plan.shards.mkdir(parents=True)
+    if tokenizer is None:
+        tokenizer = _train_vocabulary(plan, report, workers)
+        report(f"trained a vocabulary of {tokenizer.vocab_size:,} pieces")
+    with artifacts.publish(plan.tokenizer_dir) as staging:
+        tokenizer.save(staging)
+    plan.save()
+    return plan
+
+
+def build_shards(
+    plan: Plan,
+    numbers: Iterable[int] | None = None,
+    report: Callable[[str], None] = to_stderr,
+    workers: int | None = None,
+) -> None:
+    """Build what is missing of the shards of the units `numbers`, all by default. Raises InputError, CheckFailed."""
+    numbers = range(len(plan.units)) if numbers is None else list(numbers)
+    ready = {number: finished_shards(plan.shards, number) for number in numbers}
+    count = sum(map(len, ready.values()))
+    if count:
+        size = sum(shard.size for shards in ready.values() for shard in shards)
+        report(f"going on with a build that was interrupted: {count:,} parts, {size / 1e6:,.0f} MB of text, are there")
+    todo = [number for number in numbers if not (ready[number] and ready[number][-1].last)]
+    if not todo:
+        return
+    total = sum(plan.units[number][1].weight for number in numbers)
+    done = total - sum(plan.units[number][1].weight for number in todo)
+    documents = 0
+    with (
+        _workers(plan, workers) as pool,
+        byte_progress("corpus", total, done, report) as advance,
+    ):
+        writer: ShardWriter | None = None
+        for step, encoded in pool.encode((s, plan.item(s.number), s.chunk) for s in _steps(plan, todo, ready)):
+            if writer is None:
+                folder = shard_folder(plan.shards, step.number, step.shard)
+                side = finished_shards(plan.shards, step.number)[-1].open_side if step.shard else None
+                writer = ShardWriter(folder, plan.config.heldout_share, side)
+            if step.chunk and encoded:
+                writer.add(encoded, step.chunk.size)
+                documents += len(encoded.documents)
+                advance(step.weight, step.chunk.size, f"{documents:,} documents")
+            if step.closes:
+                writer.close(step.after, step.last, step.within)
+                writer = None
+
+
+def merge(plan: Plan, out: Path, report: Callable[[str], None] = to_stderr) -> dict[str, Any]:
+    """The corpus directory from a plan whose shards are all there; returns its manifest. Raises InputError."""
+    shards: list[Shard] = []
+    for number in range(len(plan.units)):
+        found = finished_shards(plan.shards, number)
+        if not found or not found[-1].last:
+            raise InputError(f"{plan.work} is not complete: unit {number}, of {plan.item(number).name}, is missing")
+        shards += found
+    tokenizer = Tokenizer.from_dir(plan.tokenizer_dir)
+    dtype = token_dtype(tokenizer.vocab_size)
     with artifacts.publish(out) as staging:
-        documents = _segmented(sources, skipped, report)
-        if tokenizer is None:
-            spool = staging / "sentences.jsonl"
-            _spool(documents, spool)
-            tokenizer = train_vocabulary(_read_spool_flat(spool), config.vocab_size, config.lowercase)
-            report(f"trained a vocabulary of {tokenizer.vocab_size:,} pieces")
-            documents = _read_spool(spool)
-        else:
-            spool = None
-        dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        counts = _write_splits(documents, staging, tokenizer, config, dtype, skipped)
-        if spool:
-            spool.unlink()
-        heldout_by = _ensure_both_sides(staging, config, dtype, sources)
+        sums, skipped = merge_shards(shards, staging)
+        heldout_by = ensure_both_sides(staging, plan.config, dtype, [item.name for item in plan.inputs])
         if heldout_by == "sentences":
             report("one document only: its last sentences are held out, and every pair will be IsNext")
         tokenizer.save(staging)
-        splits = {split: _describe(staging / split, dtype) for split in SPLITS}
-        metrics = counts | {"skipped": dict(sorted(skipped.items())), "splits": splits, "heldout_by": heldout_by}
+        counts: dict[str, Any] = {
+            name: sums.get(name, 0) for name in ("documents", "sentences", "tokens", "characters")
+        }
+        counts["unknown_share"] = sums.get("unknown", 0) / max(counts["tokens"], 1)
+        splits = {split: describe(staging / split, dtype) for split in SPLITS}
         manifest = artifacts.write_manifest(
             staging,
             "corpus",
-            fingerprint=fingerprint,
-            config=config.model_dump(),
-            inputs={str(path): artifacts.sha256_file(path) for path in sources},
-            metrics=metrics,
+            fingerprint=plan.fingerprint,
+            config=plan.config.model_dump(),
+            inputs={item.name: item.stamp for item in plan.inputs},
+            metrics=counts | {"skipped": skipped, "splits": splits, "heldout_by": heldout_by},
             token_dtype=dtype.str,
             vocab_size=tokenizer.vocab_size,
         )
     report(
         f"{counts['documents']:,} documents, {counts['sentences']:,} sentences, {counts['tokens']:,} tokens, "
-        f"{counts['unknown_share']:.2%} unknown; skipped: "
-        + (", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "nothing")
+        f"{counts['unknown_share']:.2%} unknown; skipped or repaired: "
+        + (", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) or "nothing")
     )
     return manifest
 
 
-class Corpus:
-    """A split of a corpus directory, memory-mapped.
+@dataclass(frozen=True)
+class _Step:
+    """A chunk to encode, and whether its shard ends with it; a unit without text is a step without a chunk."""
 
-    `tokens` uint16 or uint32 [T], `sentences` int64 [S+1] offsets into tokens, `documents` int64 [D+1] offsets into
-    sentences. Raises InputError when the directory is no corpus or its files are not those that were written.
-    """
-
-    def __init__(self, tokens: np.ndarray, sentences: np.ndarray, documents: np.ndarray) -> None:
-        self.tokens, self.sentences, self.documents = tokens, sentences, documents
-
-    @classmethod
-    def open(cls, directory: Path, split: str = "train") -> "Corpus":
-        if split not in SPLITS:
-            raise InputError(f"unknown split {split!r} of a corpus; splits are {', '.join(SPLITS)}")
-        manifest = artifacts.read_manifest(directory, "corpus")
-        for name in ("tokens", "sentences", "documents"):
-            path = Path(directory) / split / f"{name}.bin"
-            bytes_written = manifest["files"].get(f"{split}/{name}.bin", {}).get("bytes")
-            bytes_found = path.stat().st_size if path.is_file() else None
-            if bytes_found is None or bytes_found != bytes_written:
-                found = "missing" if bytes_found is None else f"{bytes_found} bytes long"
-                raise InputError(f"{path} is {found}, its manifest says {bytes_written}; make the corpus again")
-        return cls._map(Path(directory) / split, np.dtype(manifest["token_dtype"]))
-
-    @classmethod
-    def _map(cls, folder: Path, token_dtype: np.dtype) -> "Corpus":
-        corpus = cls(
-            _mapped(folder / "tokens.bin", token_dtype),
-            _mapped(folder / "sentences.bin", np.dtype("<i8")),
-            _mapped(folder / "documents.bin", np.dtype("<i8")),
-        )
-        ends = (int(corpus.sentences[-1]), int(corpus.documents[-1]))
-        if ends != (len(corpus.tokens), len(corpus.sentences) - 1):
-            raise InputError(f"{folder} contradicts itself: its offsets end at {ends}; make the corpus again")
-        return corpus
-
-    def __len__(self) -> int:
-        """Documents."""
-        return len(self.documents) - 1
-
-    def document(self, index: int) -> list[np.ndarray]:
-        """Ids of each sentence of a document: views of `tokens`, not copies."""
-        bounds = self.sentences[self.documents[index] : self.documents[index + 1] + 1]
-        return [self.tokens[start:end] for start, end in itertools.pairwise(bounds)]
+    number: int  # of the unit
+    shard: int
+    chunk: Chunk | None
+    weight: int  # by which the build has come forward
+    closes: bool
+    after: int
+    last: bool
+    within: bool = False  # a document, which goes on in the next shard
 
 
-class _Writer:
-    """Appends documents to the three files of a split."""
+def _steps(plan: Plan, numbers: Sequence[int], ready: dict[int, list[Shard]]) -> Iterator[_Step]:
+    for number in numbers:
+        which, unit = plan.units[number]
+        item, shards = plan.inputs[which], ready[number]
+        shard, resume = len(shards), shards[-1].after if shards else None
+        size = behind = 0
+        waiting: Chunk | None = None
+        after = resume or 0
 
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
-        folder.mkdir()
-        self.dtype = dtype
-        self.tokens, self.sentences, self.documents = (
-            (folder / f"{name}.bin").open("wb") for name in ("tokens", "sentences", "documents")
-        )
-        self.token_count = self.sentence_count = 0
-        self._offsets(self.sentences, [0])
-        self._offsets(self.documents, [0])
+        def step(chunk: Chunk, closes: bool, last: bool, within: bool = False) -> _Step:
+            nonlocal behind
+            place = _behind(item, unit, chunk)  # noqa: B023 - used up within the round
+            weight, behind = max(place - behind, 0), max(place, behind)
+            return _Step(number, shard, chunk, weight, closes, chunk.after, last, within)  # noqa: B023
 
-    @staticmethod
-    def _offsets(file: Any, values: Sequence[int] | np.ndarray) -> None:
-        file.write(np.asarray(values, "<i8").tobytes())
-
-    def add(self, document: Sequence[Sequence[int] | np.ndarray]) -> None:
-        ids = np.concatenate([np.asarray(sentence, self.dtype) for sentence in document])
-        self.tokens.write(ids.tobytes())
-        self._offsets(self.sentences, self.token_count + np.cumsum([len(sentence) for sentence in document]))
-        self.token_count += len(ids)
-        self.sentence_count += len(document)
-        self._offsets(self.documents, [self.sentence_count])
-
-    def close(self) -> None:
-        for file in (self.tokens, self.sentences, self.documents):
-            file.close()
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        within = bool(shards and shards[-1].open_side)
+        for chunk in plan.read(number, resume, within):
+            if waiting:
+                # between documents, or within one that is longer than several shards
+                closes = size >= UNIT_BYTES * (_LONG_SHARD if chunk.joins else 1)
+                yield step(waiting, closes, last=False, within=closes and chunk.joins)
+                if closes:
+                    shard, size = shard + 1, 0
+            waiting = chunk
+            size += chunk.size
+            after = chunk.after
+        if waiting:
+            yield step(waiting, closes=True, last=True)
+        else:
+            yield _Step(number, shard, None, 0, True, after, True)
 
 
-def _checked(sources: Sequence[Path]) -> list[Path]:
-    paths = [Path(source) for source in sources]
-    if not paths:
-        raise InputError("no source files for the corpus; name at least one")
-    for path in paths:
-        if not path.is_file():
-            raise InputError(f"{path} is a directory; name its files" if path.is_dir() else f"no such file: {path}")
-    return paths
+def _behind(item: Input, unit: Unit, chunk: Chunk) -> int:
+    """How much of the unit's weight lies before the end of the chunk."""
+    if item.compression:
+        return chunk.stored * PACKING
+    if unit.end is None:
+        return chunk.stored
+    return chunk.after - unit.start if item.kind in ("text", "jsonl") else chunk.stored
 
 
-def _segmented(sources: Sequence[Path], skipped: Counter[str], report: Callable[[str], None]) -> Iterator[list[str]]:
-    """Documents as lists of sentences."""
-    for path in sources:
-        report(f"reading {path}")
-        for text in read_documents(path, skipped):
-            if sentences := sentences_of(text):
-                yield sentences
-            else:
-                skipped["empty documents"] += 1
+def _workers(plan: Plan, count: int | None) -> Workers:
+    if count is None:
+        count = min(len(os.sched_getaffinity(0)), _MOST_WORKERS) if plan.weight > _SMALL_BYTES else 0
+    config = plan.config
+    return Workers(count, plan.tokenizer_dir, config.language, config.text_field, config.seed)
 
 
-def _spool(documents: Iterable[list[str]], spool: Path) -> None:
-    """Keep what was read, so that a dump is parsed once although the vocabulary needs all of it beforehand."""
-    with spool.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(sentences) + "\n" for sentences in documents)
+def _train_vocabulary(plan: Plan, report: Callable[[str], None], workers: int | None) -> Tokenizer:
+    """A vocabulary from all of the text or, where that is large, from the beginning of each unit, in proportion."""
+    words: Counter[str] = Counter()
+    budget = plan.config.vocabulary_sample_mib << 20
+    total = min(plan.weight, budget)
+    if plan.weight > budget:
+        report(f"the vocabulary is trained on {plan.config.vocabulary_sample_mib} MiB, spread over all of the text")
+    with _workers(plan, workers) as pool, byte_progress("vocabulary", total, 0, report) as advance:
+        for chunk, counts in pool.count((c, plan.item(number), c) for number, c in _sample(plan, budget)):
+            count_more(words, counts)
+            advance(chunk.size, chunk.size, f"{len(words):,} distinct words")
+    return vocabulary_of(words, plan.config.vocab_size, plan.config.lowercase)
 
 
-def _read_spool(spool: Path) -> Iterator[list[str]]:
-    with spool.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+def _sample(plan: Plan, budget: int) -> Iterator[tuple[int, Chunk]]:
+    for number, (which, unit) in enumerate(plan.units):
+        item = plan.inputs[which]
+        share = budget // len(plan.inputs) if item.size is None else budget
+        if plan.weight > budget and item.size is not None:
+            share = max(unit.weight * budget // plan.weight, _LEAST_SAMPLE_BYTES)
+        left = share
+        chunk_bytes = min(CHUNK_BYTES, share)
+        for chunk in plan.read(number, chunk_bytes=chunk_bytes):
+            yield number, chunk
+            left -= chunk.size
+            if left < chunk_bytes / 2:
+                break
 
 
-def _read_spool_flat(spool: Path) -> Iterator[str]:
-    for sentences in _read_spool(spool):
-        yield "\n".join(sentences)
+@contextlib.contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """Hold the working directory, or raise InputError where another process holds it."""
+    if work.parent.is_file() or any(parent.is_file() for parent in work.parents):
+        blocking = next(parent for parent in work.parents if parent.is_file())
+        raise InputError(f"cannot write {work}: {blocking} is a file, not a directory")
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"another process is building this corpus, in {work}; wait for it, or stop it") from None
+        try:
+            yield
+        finally:
+            # nothing worth going on with: no trace
+            if work.is_dir() and not any((work / "shards").glob("[0-9]*")):
+                shutil.rmtree(work, ignore_errors=True)
 
 
-def _write_splits(
-    documents: Iterable[list[str]],
-    staging: Path,
-    tokenizer: Tokenizer,
-    config: CorpusConfig,
-    dtype: np.dtype,
-    skipped: Counter[str],
-) -> dict[str, Any]:
-    counts: Counter[str] = Counter()
-    unknown = 0
-    with _Writer(staging / "train", dtype) as train, _Writer(staging / "heldout", dtype) as heldout:
-        for sentences, ids in _tokenized(documents, tokenizer):
-            kept = [sentence for sentence in ids if sentence]
-            # a sentence of nothing but control characters has no token
-            skipped["sentences without a token"] += len(ids) - len(kept)
-            if not kept:
-                skipped["empty documents"] += 1
-                continue
-            side = heldout if _rank(config.seed, counts["documents"]) < config.heldout_share else train
-            side.add(kept)
-            unknown += sum(sentence.count(tokenizer.unk_id) for sentence in kept)
-            counts["documents"] += 1
-            counts["sentences"] += len(kept)
-            counts["tokens"] += sum(map(len, kept))
-            counts["characters"] += sum(map(len, sentences))
-    for reason in [reason for reason, count in skipped.items() if not count]:
-        del skipped[reason]
-    names = ("documents", "sentences", "tokens", "characters")
-    return {name: counts[name] for name in names} | {"unknown_share": unknown / max(counts["tokens"], 1)}
-
-
-def _tokenized(documents: Iterable[list[str]], tokenizer: Tokenizer) -> Iterator[tuple[list[str], list[list[int]]]]:
-    """Each document's sentences and their ids, without offsets, which training does not need."""
-    batch: list[list[str]] = []
-    characters = 0
-
-    def flush() -> Iterator[tuple[list[str], list[list[int]]]]:
-        flat = [sentence for sentences in batch for sentence in sentences]
-        encoded = iter(tokenizer.backend.encode_batch_fast(flat, add_special_tokens=False))
-        for sentences in batch:
-            yield sentences, [next(encoded).ids for _ in sentences]
-
-    for sentences in documents:
-        batch.append(sentences)
-        characters += sum(map(len, sentences))
-        if characters >= _BATCH_CHARACTERS:
-            yield from flush()
-            batch, characters = [], 0
-    yield from flush()
-
-
-def _rank(seed: int, document: int) -> float:
-    """A number in [0, 1) that depends on the seed and the document's number alone."""
-    digest = hashlib.blake2b(f"{seed} {document}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
-
-
-def _ensure_both_sides(staging: Path, config: CorpusConfig, dtype: np.dtype, sources: Sequence[Path]) -> str:
-    """Give an empty split something of the other one; says by what the held-out part is parted.
-
-    Only a small corpus can leave a split without a document, so writing it a second time costs little.
-    """
-    train, heldout = (Corpus._map(staging / split, dtype) for split in SPLITS)
-    if len(train) and len(heldout):
-        return "documents"
-    everything = train if len(train) else heldout
-    documents = [everything.document(index) for index in range(len(everything))]
-    where = ", ".join(map(str, sources))
-    if not documents:
-        raise InputError(f"empty corpus: no document with a sentence in {where}")
-    if len(documents) == 1:
-        (sentences,) = documents
-        if len(sentences) < 2:
-            raise InputError(
-                f"a single sentence in {where}; a corpus needs two or more, some to train on and some held out"
-            )
-        cut = max(1, len(sentences) - max(1, round(len(sentences) * config.heldout_share)))
-        sides, heldout_by = {"train": [sentences[:cut]], "heldout": [sentences[cut:]]}, "sentences"
-    else:
-        ranks = [_rank(config.seed, index) for index in range(len(documents))]
-        # the document that would change sides first if the share were moved
-        moved = int(np.argmin(ranks) if everything is train else np.argmax(ranks))
-        rest = documents[:moved] + documents[moved + 1 :]
-        sides = {"train": rest, "heldout": [documents[moved]]}
-        if everything is heldout:
-            sides = {"train": [documents[moved]], "heldout": rest}
-        heldout_by = "documents"
-    for split, side in sides.items():
-        with _Writer(staging / f"{split}.again", dtype) as writer:
-            for document in side:
-                writer.add(document)
-    for split in SPLITS:
-        for file in (staging / split).iterdir():
-            file.unlink()
-        (staging / split).rmdir()
-        (staging / f"{split}.again").rename(staging / split)
-    return heldout_by
-
-
-def _describe(folder: Path, dtype: np.dtype) -> dict[str, int]:
-    corpus = Corpus._map(folder, dtype)
-    return {"documents": len(corpus), "sentences": len(corpus.sentences) - 1, "tokens": len(corpus.tokens)}
-
-
-def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    # an empty file cannot be mapped
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+@contextlib.contextmanager
+def _full_disk_named(work: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InputError(
+            f"no space left while writing {work}; free some and start again: it goes on where it was"
+        ) from error

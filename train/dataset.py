@@ -6,12 +6,13 @@ any number of workers, in any order, sees the same samples, and a run resumes by
 How the samples of an epoch lie in a document of T tokens, for sequences with room for L tokens of text:
 
     |-- slot 0 --|-- slot 1 --|-- ... --|-- slot n-1 --|      n = T / L, rounded, at least 1
-          ^ start      ^ start                 ^ start        drawn anew each epoch, one in each slot,
+          ^ start      ^ start                 ^ start        the same place in each slot, drawn anew each epoch,
           [=== A ===|=== B ===]                               then moved back to the start of its sentence
 
-A start may fall anywhere, so what one epoch leaves out or cuts off, another has. A and B part at a random sentence
-border within the chunk, or within the sentence where the chunk is one sentence; the true next segment is therefore
-always possible, and the label need not depend on the text: of each two neighbouring indices one is IsNext.
+So the chunks of an epoch lie end to end, and since a start may fall anywhere, what one epoch cuts off at a sentence's
+start or replaces by a random segment, another has: nothing of a document is left out for its length. A and B part at a
+random sentence border within the chunk, or within the sentence where the chunk is one sentence; the true next segment
+is therefore always possible, and the label need not depend on the text: of each two neighbouring indices one is IsNext.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from train.heads import IS_NEXT, NOT_NEXT
 from train.masking import MaskingVocabulary, check_rates, mask_tokens
 
 SPECIAL_PER_ROW = 3  # [CLS] A [SEP] B [SEP]
-_ORDER, _LABELS = 1, 2  # keys that keep the random numbers of orders and labels apart from those of samples
+_ORDER, _LABELS, _PHASES = 1, 2, 3  # keys that keep these random numbers apart from those of samples
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class PretrainingDataset:
         check_rates(config.mask_rates)
         self.corpus, self.config, self.tokenizer = corpus, config, tokenizer
         self.room = sequence_length - SPECIAL_PER_ROW  # tokens of text a row
-        self.vocabulary = MaskingVocabulary.of(tokenizer)
+        self.vocabulary = MaskingVocabulary.of(tokenizer, config.whole_word_masking)
         self._bounds = np.asarray(corpus.sentences)[np.asarray(corpus.documents)]  # int64 [D+1], in tokens
         lengths = np.diff(self._bounds)
         # a document of one token can only be a random segment
@@ -119,7 +120,7 @@ class PretrainingDataset:
         """The sample `index` of an epoch, whatever was asked before."""
         rng = self._random(epoch, index)
         document = int(np.searchsorted(self._slots, index, side="right")) - 1
-        chunk = self._chunk(document, index - int(self._slots[document]), rng)
+        chunk = self._chunk(document, index - int(self._slots[document]), epoch, rng)
         first, second = self._part(chunk, rng)
         next_label = self._next_label(index, epoch)
         if next_label == NOT_NEXT:
@@ -141,8 +142,9 @@ class PretrainingDataset:
         document to take a random segment from."""
         if len(self.corpus) < 2:
             return IS_NEXT
-        coin = int(self._random(epoch, index // 2, key=_LABELS).integers(2))
-        return IS_NEXT if (index + coin) % 2 == 0 else NOT_NEXT
+        coin = int(self._random(epoch // 2, index // 2, key=_LABELS).integers(2))
+        # what an even epoch replaced by a random segment, the odd one after it has
+        return IS_NEXT if (index + epoch + coin) % 2 == 0 else NOT_NEXT
 
     def _ids(self, span: Span) -> np.ndarray:
         begin = int(self._bounds[span.document])
@@ -153,7 +155,7 @@ class PretrainingDataset:
         first, last = self.corpus.documents[document], self.corpus.documents[document + 1]
         return self.corpus.sentences[first : last + 1] - self._bounds[document]
 
-    def _chunk(self, document: int, slot: int, rng: np.random.Generator) -> Span:
+    def _chunk(self, document: int, slot: int, epoch: int, rng: np.random.Generator) -> Span:
         """At least two tokens in a row of a document, as many as a sample has room for where there are that many."""
         borders = self._borders(document)
         length = int(borders[-1])
@@ -162,14 +164,16 @@ class PretrainingDataset:
         if rng.random() < self.config.short_sequence_share:
             target = int(rng.integers(2, self.room + 1))
         # drawn from half a chunk before the document on, or its first tokens would be seen more rarely than others
-        start = max(0, int((slot + rng.random()) / slots * length - self.room / 2))
-        start = _sentence_start(borders, start, self.room // 2)
-        if start + target > length:
+        phase = self._random(epoch, document, key=_PHASES).random()
+        start = max(0, int((slot + phase) / slots * length - self.room / 2))
+        if start + target >= length:  # before it is moved back, or a long last sentence would rarely be seen to its end
             start = max(0, length - target)
             # better a little shorter than in the middle of a sentence
             following = int(borders[np.searchsorted(borders, start)])
             if following - start <= target // 4:
                 start = following
+        else:
+            start = _sentence_start(borders, start, self.room // 2)
         return Span(document, start, min(start + target, length))
 
     def _part(self, chunk: Span, rng: np.random.Generator) -> tuple[Span, Span]:
@@ -184,9 +188,12 @@ class PretrainingDataset:
         return Span(chunk.document, chunk.start, middle), Span(chunk.document, middle, chunk.end)
 
     def _random_segment(self, document: int, wanted: int, rng: np.random.Generator) -> Span:
-        """`wanted` tokens, or all that there are, of any other document."""
-        other = int(rng.integers(len(self.corpus) - 1))
-        other += other >= document
+        """`wanted` tokens, or all that there are, of another document, drawn by length: each token is as likely as any,
+        so that what a segment is about does not tell whether it is a random one."""
+        begin, end = int(self._bounds[document]), int(self._bounds[document + 1])
+        token = int(rng.integers(int(self._bounds[-1]) - (end - begin)))
+        token += (end - begin) * (token >= begin)
+        other = int(np.searchsorted(self._bounds, token, side="right")) - 1
         borders = self._borders(other)
         length = int(borders[-1])
         start = _sentence_start(borders, int(rng.integers(max(0, length - wanted) + 1)), self.room // 2)

@@ -56,3 +56,53 @@ def progress(what: str, total: int, report: Callable[[str], None]) -> Iterator[C
             report(f"{what} {done}/{total}: {facts}, {rate:.1f} steps/s, {(total - done) / rate:.0f} s left")
 
     yield say
+
+
+@contextlib.contextmanager
+def byte_progress(what: str, total: int, done: int, report: Callable[[str], None]) -> Iterator[Callable[..., None]]:
+    """Yield `advance(bytes, text_bytes, facts)`: so much more of `total` is behind us, in which was so much text.
+
+    `done` was behind us before. The rate is that of the text; the time left is told from `total`, where it is known
+    (not 0). On a terminal a bar, otherwise a line to `report` every LINE_EVERY_S seconds.
+    """
+    console = Console(stderr=True)
+    started = time.monotonic()
+    behind, text = done, 0
+
+    def rate() -> str:
+        return f"{text / 1e6 / max(time.monotonic() - started, 1e-9):.1f} MB/s of text"
+
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+        )
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(what, total=total or None, completed=done, facts="", rate="")
+
+            def draw(count: int, text_count: int, facts: str) -> None:
+                nonlocal text
+                text += text_count
+                bar.update(task, advance=count, facts=facts, rate=rate())
+
+            yield draw
+        return
+
+    last = started
+
+    def say(count: int, text_count: int, facts: str) -> None:
+        nonlocal behind, text, last
+        behind, text = behind + count, text + text_count
+        now = time.monotonic()
+        if now - last >= LINE_EVERY_S:
+            last = now
+            share = f" {behind / total:.0%}" if total else ""
+            left = (total - behind) / max((behind - done) / (now - started), 1e-9)
+            report(f"{what}{share}: {rate()}, {facts}" + (f", {max(left, 0):,.0f} s left" if total else ""))
+
+    yield say

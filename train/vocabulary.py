@@ -15,6 +15,7 @@ from bertship.tokenization import SPECIAL_TOKENS, Tokenizer, bert_backend
 MULTIPLE_OF = 8  # pieces; matrix units like the vocabulary's dimension even
 _LONGEST_WORD = 100  # characters; WordPiece takes longer ones as unknown (bert_backend), so nothing is learnt from them
 _LEAST_COUNT = 2  # of a merge; a pair seen once is a word, not a piece
+_MOST_WORDS = 2_000_000  # distinct, while they are counted
 _REPEATS = 1000  # of a word in one text for the trainer
 
 
@@ -24,8 +25,29 @@ def train_vocabulary(texts: Iterable[str], size: int, lowercase: bool) -> Tokeni
     The vocabulary has `size` pieces, or, where the texts yield fewer, as many as they do, rounded up to a multiple
     of 8. Characters take at most half of it, the most frequent first; words with another character are unknown.
     """
+    by_spaces: Counter[str] = Counter()
+    for text in texts:
+        count_more(by_spaces, Counter(text.split()))
+    return vocabulary_of(by_spaces, size, lowercase)
+
+
+def count_more(by_spaces: Counter[str], more: Counter[str]) -> None:
+    """Add counts of words, as parted by white space. Beyond a number of distinct words those seen once are forgotten,
+    so that memory stays bounded; counts that are added in the same order give the same result."""
+    by_spaces.update(more)
+    if len(by_spaces) > _MOST_WORDS:
+        for word in [word for word, count in by_spaces.items() if count < _LEAST_COUNT]:
+            del by_spaces[word]
+        if len(by_spaces) > _MOST_WORDS // 2:  # all of them are common: forget the rarest half
+            keep = sorted(by_spaces.items(), key=lambda item: (-item[1], item[0]))[: _MOST_WORDS // 2]
+            by_spaces.clear()
+            by_spaces.update(dict(keep))
+
+
+def vocabulary_of(by_spaces: Counter[str], size: int, lowercase: bool) -> Tokenizer:
+    """`train_vocabulary` from counts of words as parted by white space."""
     backend = bert_backend({token: index for index, token in enumerate(SPECIAL_TOKENS)}, lowercase)
-    words = _count_words(texts, backend)
+    words = _count_words(by_spaces, backend)
     alphabet = _alphabet(words, (size - len(SPECIAL_TOKENS)) // 2)
     known = {piece.removeprefix("##") if len(piece) > 1 else piece for piece in alphabet}
     trainer = tokenizers.trainers.WordPieceTrainer(
@@ -46,14 +68,11 @@ def train_vocabulary(texts: Iterable[str], size: int, lowercase: bool) -> Tokeni
     return Tokenizer.from_vocab(pieces, lowercase)
 
 
-def _count_words(texts: Iterable[str], backend: tokenizers.Tokenizer) -> Counter[str]:
+def _count_words(by_spaces: Counter[str], backend: tokenizers.Tokenizer) -> Counter[str]:
     """How often each word occurs, words being what BERT's normalizer and pre-tokenizer leave."""
-    by_spaces: Counter[str] = Counter()
-    for text in texts:
-        by_spaces.update(backend.normalizer.normalize_str(text).split())
     words: Counter[str] = Counter()
     for text, count in by_spaces.items():
-        for word, _ in backend.pre_tokenizer.pre_tokenize_str(text):
+        for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text)):
             if len(word) <= _LONGEST_WORD:
                 words[word] += count
     return words

@@ -38,18 +38,29 @@ def demo(
 
 
 def corpus(
-    sources: Annotated[list[str] | None, typer.Argument(help="Document files; a Wikipedia sample if none.")] = None,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="Files, folders, globs, URLs or hub:NAME data sets; a Wikipedia sample if none."),
+    ] = None,
     runs: RunsOption = RUNS,
     name: NameOption = "default",
     settings: SetOption = None,
     force: ForceOption = False,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=0, help="Tokenizing processes; one a core, four at most, if not given."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="A directory with a tokenizer, in place of a new vocabulary.")
+    ] = None,
 ) -> None:
     """Documents to tokens: runs/corpus/NAME.
 
-    Sentences, a WordPiece vocabulary, and ids in memory-mapped files.
+    Sentences, a WordPiece vocabulary, and ids in memory-mapped files. An interrupted build goes on where it was.
     """
     out = runs / "corpus" / name
-    manifest = load("train.stages:make_corpus")(sources or [], out, parse_settings(settings), report, force)
+    make = load("train.stages:make_corpus")
+    manifest = make(sources or [], out, parse_settings(settings), report, force, workers, tokenizer)
     show(manifest, [str(out), *metric_lines(manifest["metrics"])])
 
 
