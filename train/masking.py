@@ -72,3 +72,12 @@ def mask_tokens(
     replaced = positions[(fate >= rates[0]) & (fate < rates[0] + rates[1])]
     masked[replaced] = rng.choice(vocabulary.replacements, len(replaced))
     return Masked(masked, positions, np.asarray(ids, np.int64)[positions])
+
+
+def next_tokens(ids: np.ndarray, vocabulary: MaskingVocabulary) -> Masked:
+    """`ids` int64 [S] as they are; each position but the last predicts the piece after it, where that is maskable.
+
+    A language model from left to right (Devlin et al. 2019, section 5.1): nothing need be hidden from it.
+    """
+    positions = np.flatnonzero(vocabulary.maskable[ids[1:]])
+    return Masked(np.array(ids, np.int64), positions, np.asarray(ids, np.int64)[positions + 1])
