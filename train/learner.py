@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -15,6 +15,7 @@ from train.distributed import Processes
 from train.heads import MaskedLanguageModel
 from train.objectives import forward, loss_sums
 from train.optim import SCHEDULES, build_optimizer, clip_and_step
+from train.snapshots import is_sharded
 
 _DROPOUT = 3  # keeps the seeds of dropout apart from those of data (train.dataset)
 
@@ -88,6 +89,14 @@ class Learner:
         and over pairs, however they were dealt. A gradient that is not finite is cleared, and nothing changes.
         """
         torch.manual_seed(_seed(self.config.seed, number, self.processes.rank))
+        mlm_sum, nsp_sum = self.backward(microbatches, predicted, pairs)
+        lr = float(self.schedule.get_last_lr()[0])
+        norm, applied = clip_and_step(self.optimizer, self.schedule, self.model.parameters(), self.config.clip_norm)
+        mlm_total, nsp_total = self.processes.sum(mlm_sum.item(), nsp_sum.item())
+        return Outcome(mlm_total / max(predicted, 1), nsp_total / max(pairs, 1), norm, lr, applied)
+
+    def backward(self, microbatches: list[Batch], predicted: float, pairs: float) -> tuple[Tensor, Tensor]:
+        """Add the gradient of an update's loss, over all processes; the sums of this process's losses, in nats."""
         mlm_sum = nsp_sum = torch.zeros((), device=self.processes.device)
         scales = [self.processes.count / max(count, 1) for count in (predicted, pairs)]  # gradients are averaged
         for place, batch in enumerate(microbatches):
@@ -96,15 +105,12 @@ class Learner:
             mlm, nsp = loss_sums(forward(self.shared, batch, self.precision), batch)
             (mlm * scales[0] + nsp * scales[1]).backward()
             mlm_sum, nsp_sum = mlm_sum + mlm.detach(), nsp_sum + nsp.detach()
-        lr = float(self.schedule.get_last_lr()[0])
-        norm, applied = clip_and_step(self.optimizer, self.schedule, self.model.parameters(), self.config.clip_norm)
-        mlm_total, nsp_total = self.processes.sum(mlm_sum.item(), nsp_sum.item())
-        return Outcome(mlm_total / max(predicted, 1), nsp_total / max(pairs, 1), norm, lr, applied)
+        return mlm_sum, nsp_sum
 
     def consolidate(self) -> None:
         """Gather a sharded optimizer's state on the main process, before a checkpoint; all processes call it."""
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.consolidate_state_dict(to=0)
+        if is_sharded(self.optimizer):
+            self.optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
 
 
 def _seed(seed: int, update: int, rank: int) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -51,6 +50,8 @@ def build_optimizer(
         made_by = AdamW
         settings["fused"] = all(parameter.device.type in ("cpu", "cuda") for parameter in trained)
     if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # scripts optimizers when it is imported
+
         return ZeroRedundancyOptimizer(groups, optimizer_class=made_by, **settings)
     return made_by(groups, **settings)
 
@@ -117,9 +118,13 @@ def clip_and_step(
     Returns the norm before clipping and whether the update was made. A norm that is not finite skips the update and
     the schedule, so that one bad batch costs itself alone; its gradient is cleared too.
     """
-    norm = float(nn.utils.clip_grad_norm_(parameters, clip_norm))
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    total = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
+    norm = float(total)
     applied = math.isfinite(norm)
     if applied:
+        if norm > clip_norm:  # most gradients late in a training need no pass over them
+            nn.utils.clip_grads_with_norm_(held, clip_norm, total)
         optimizer.step()
         scheduler.step()
     optimizer.zero_grad(set_to_none=True)

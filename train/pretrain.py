@@ -62,12 +62,12 @@ class Progress:
     flops: float = 0
     seconds: float = 0  # of updates alone
 
-    def add(self, pairs: float, tokens: float, computed: float, is_next: float, flops: float, seconds: float) -> None:
-        """One update more."""
+    def add(self, sums: list[float], seconds: float) -> None:
+        """One update more; `sums`: pairs, tokens, positions computed, IsNext pairs and operations."""
         self.update, self.phase_update = self.update + 1, self.phase_update + 1
-        self.pairs, self.is_next = self.pairs + pairs, self.is_next + is_next
-        self.tokens, self.computed = self.tokens + tokens, self.computed + computed
-        self.flops, self.seconds = self.flops + flops, self.seconds + seconds
+        for name, value in zip(("pairs", "tokens", "computed", "is_next", "flops"), sums, strict=True):
+            setattr(self, name, getattr(self, name) + value)
+        self.seconds += seconds
 
 
 def recipe_of(
@@ -237,7 +237,7 @@ class _Training:
             )
             outcome = self.learner.update(done.update, microbatches, sums[0], sums[1])
             seconds = time.perf_counter() - started
-            done.add(*sums[1:], seconds)
+            done.add(sums[1:], seconds)
             self._note(outcome, sums[2] / seconds, log, advance)
             last = done.phase_update == phase.steps
             if last or done.update % self.config.checkpoint_every == 0:

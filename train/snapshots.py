@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from bertship import artifacts
@@ -135,6 +134,11 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tenso
     }
 
 
+def is_sharded(optimizer: Optimizer) -> bool:
+    """Whether each process has the moments of its share of the parameters alone."""
+    return hasattr(optimizer, "consolidate_state_dict")
+
+
 def load_optimizer(optimizer: Optimizer, model: nn.Module, path: Path) -> None:
     """Put the moments of the checkpoint `path` into `optimizer`, whose groups (learning rates, decay) stay.
 
@@ -152,7 +156,7 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: Path) -> None:
     if stored and len(state) != len(names):
         missing = next(name for number, name in enumerate(names) if number not in state)
         raise InputError(f"{path / OPTIMIZER} has no moments of {missing}")
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if is_sharded(optimizer):
         groups = [
             {key: value for key, value in group.items() if key != "params"} | {"params": numbers_of}
             for group, numbers_of in zip(optimizer.param_groups, _numbered(optimizer), strict=True)
