@@ -133,10 +133,14 @@ def check_parity(device: torch.device, found: Found) -> None:
                         found.failed.append(f"parity {name}: {difference:.2e} is above {tolerance:.0e}")
 
 
-def measure(preset: str, tokens: int, batch_size: int, at_once: int, device: torch.device, found: Found) -> None:
+def measure(
+    preset: str, tokens: int, batch_size: int, at_once: int, device: torch.device, found: Found, compiled: str
+) -> None:
     """Updates of one size; a run that does not fit into memory is tried with half as many sequences at once."""
     config = EncoderConfig(vocab_size=30_528, **load_preset(preset)["model"])
-    settings = PretrainConfig(batch_size=batch_size, sequence_length=tokens, precision="bf16", warmup_steps=0)
+    settings = PretrainConfig(
+        batch_size=batch_size, sequence_length=tokens, precision="bf16", warmup_steps=0, compile=compiled
+    )
     torch.manual_seed(0)
     model = PretrainingModel(config).to(device).train()
     learner = Learner(model, settings, Processes(0, 1, device), torch.bfloat16)
@@ -162,6 +166,7 @@ def measure(preset: str, tokens: int, batch_size: int, at_once: int, device: tor
         "tokens": tokens,
         "batch_size": batch_size,
         "at_once": at_once,
+        "compile": compiled,
         "updates": updates,
         "sequences_per_s": updates * batch_size / seconds,
         "mfu": updates * flops / seconds / (found.matrix_product_tflops * 1e12),
@@ -215,10 +220,13 @@ def run(minutes: float) -> Found:
         if found.left_s() < NEEDED_S and on_cuda:
             found.left_out.append(f"{preset} at {tokens}: no time left")
             continue
-        try:
-            measure(preset, tokens, batch_size, at_once, device, found)
-        except Exception as error:
-            found.failed.append(f"{preset} at {tokens}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        for compiled in ("auto", "off"):
+            try:
+                measure(preset, tokens, batch_size, at_once, device, found, compiled)
+                break
+            except Exception as error:
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                found.failed.append(f"{preset} at {tokens}, compile {compiled}: {why}")
         found.save()
     if not on_cuda:
         check_parity(device, found)

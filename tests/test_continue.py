@@ -15,7 +15,7 @@ from train.checkpoint import load_model, save_model
 from train.corpus import build_corpus
 from train.heads import PretrainingModel, SentenceModel
 from train.pretrain import pretrain
-from train.resize import resize_vocabulary
+from train.start import resize_vocabulary
 
 WORDS = [f"w{i}" for i in range(40)]
 PIECES = [*SPECIAL_TOKENS, *WORDS, "."]
@@ -118,7 +118,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
         InputError, match=r"another vocabulary than .*: 'w0' is number 5 there, here 6; make the corpus"
     ):
         pretrain(make_corpus(tmp_path / "a", swapped), tmp_path / "run", None, SETTINGS, quiet, start)
-    with pytest.raises(InputError, match=r"'w39' is number 44 there, here missing"):
+    with pytest.raises(InputError, match=r"'\.' is number 45 there, here missing"):
         pretrain(make_corpus(tmp_path / "b", PIECES[:-2]), tmp_path / "run", None, SETTINGS, quiet, start)
     assert not (tmp_path / "run").exists() and not (tmp_path / "run.training").exists()
 

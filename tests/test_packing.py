@@ -1,6 +1,6 @@
 """Sequences that share rows: packed, unpadded and alone agree, forwards and backwards, in either direction."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +151,26 @@ def test_the_kernel_for_jagged_sequences_equals_the_one_that_pads() -> None:
         results.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
     for padded, jagged in zip(*results, strict=True):
         torch.testing.assert_close(padded, jagged, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [attend_regathered, attend_jagged])
+def test_compiled_blocks_agree(kernel: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `compile` does on CUDA, on the CPU: the compiler builds for a minute."""
+    from train import attention
+
+    monkeypatch.setattr(attention, "attend_regathered", kernel)
+    *_, model = models(causal=False)
+    expected = step(model, make_samples(), "padded")
+    for block in model.encoder.blocks:
+        block.compile()
+    for lengths in (LENGTHS, LENGTHS[:4]):  # another shape
+        samples = make_samples(lengths)
+        found = step(model, samples, "unpadded")
+        if lengths == LENGTHS:
+            assert found[:2] == pytest.approx(expected[:2], abs=1e-4)
+            for name, gradient in found[2].items():
+                torch.testing.assert_close(gradient, expected[2][name], atol=1e-4, rtol=1e-4, msg=name)
 
 
 def test_both_equal_the_formula() -> None:

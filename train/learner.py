@@ -36,6 +36,30 @@ class Outcome:
         return self.mlm_loss + self.nsp_loss
 
 
+@dataclass
+class Progress:
+    """How far a training is and what it has counted, over all processes; its checkpoints save it."""
+
+    update: int = 0  # done, over all phases
+    phase: int = 0
+    phase_update: int = 0  # done in the phase
+    skipped: int = 0  # updates
+    in_a_row: int = 0  # of them, up to now
+    pairs: float = 0
+    tokens: float = 0  # real ones
+    computed: float = 0  # positions, padding included
+    is_next: float = 0  # pairs
+    flops: float = 0
+    seconds: float = 0  # of updates alone
+
+    def add(self, sums: list[float], seconds: float) -> None:
+        """One update more; `sums`: pairs, tokens, positions computed, IsNext pairs and operations."""
+        self.update, self.phase_update = self.update + 1, self.phase_update + 1
+        for name, value in zip(("pairs", "tokens", "computed", "is_next", "flops"), sums, strict=True):
+            setattr(self, name, getattr(self, name) + value)
+        self.seconds += seconds
+
+
 class Learner:
     """Trains `model` in place. `precision`: of autocast, None for FP32 throughout."""
 

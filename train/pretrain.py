@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +19,29 @@ import torch
 
 from bertship import artifacts
 from bertship.config import MACHINE_FIELDS, EncoderConfig, PretrainConfig
-from bertship.errors import InputError
 from bertship.tokenization import Tokenizer
 from train.batches import Phase, Updates, iterate, layout_of, phases_of
-from train.checkpoint import check_vocabulary, load_model, save_model
+from train.checkpoint import load_model, save_model
 from train.corpus import Corpus
 from train.dataset import PretrainingDataset
 from train.distributed import Processes, device_name, join
 from train.flops import matrix_product_rate, training_flops
-from train.heads import MaskedLanguageModel
-from train.learner import Learner, Outcome
+from train.learner import Learner, Outcome, Progress
 from train.model import count_parameters
-from train.objectives import OBJECTIVES, Objective, describe, evaluate
+from train.objectives import OBJECTIVES, describe, evaluate
 from train.optim import pick_precision
 from train.pretrain_report import write_report
 from train.progress import progress, to_stderr
-from train.resize import check_same_pieces, resize_vocabulary
 from train.snapshots import Snapshot, Snapshots, check_claim, claim, link_tree, load_optimizer, optimizer_tensors
+from train.start import check_fit, start_model
 from train.watch import Board, MetricsLog, StopRequest, UpdateGuard, stop_request, weights_state
 
 Report = Callable[[str], None]
 _MODULES = (
     *("attention", "batches", "bert_adam", "checkpoint", "dataset", "heads", "learner", "masking", "model"),
-    *("objectives", "optim", "packing", "pretrain", "resize"),
+    *("objectives", "optim", "packing", "pretrain", "start"),
 )
 _CODE = ("bertship/tokenization.py", *(f"train/{name}.py" for name in _MODULES))
-
-
-@dataclass
-class Progress:
-    """How far a training is and what it has counted, over all processes; its checkpoints save it."""
-
-    update: int = 0  # done, over all phases
-    phase: int = 0
-    phase_update: int = 0  # done in the phase
-    skipped: int = 0  # updates
-    in_a_row: int = 0  # of them, up to now
-    pairs: float = 0
-    tokens: float = 0  # real ones
-    computed: float = 0  # positions, padding included
-    is_next: float = 0  # pairs
-    flops: float = 0
-    seconds: float = 0  # of updates alone
-
-    def add(self, sums: list[float], seconds: float) -> None:
-        """One update more; `sums`: pairs, tokens, positions computed, IsNext pairs and operations."""
-        self.update, self.phase_update = self.update + 1, self.phase_update + 1
-        for name, value in zip(("pairs", "tokens", "computed", "is_next", "flops"), sums, strict=True):
-            setattr(self, name, getattr(self, name) + value)
-        self.seconds += seconds
 
 
 def recipe_of(
@@ -372,42 +346,3 @@ class _Training:
             f"{outcome.lr:.3g}; {weights_state(self.model)}); {saved}; start from it (INIT) or anew with a lower "
             'learning_rate, longer warmup_steps, or precision = "fp32"'
         )
-
-
-def start_model(
-    objective: Objective,
-    model_config: EncoderConfig | None,
-    init: Path | None,
-    corpus_dir: Path,
-    tokenizer: Tokenizer,
-    report: Report,
-) -> MaskedLanguageModel:
-    """The model that a training begins with: random by `model_config`, or from the model directory `init`.
-
-    `report` is told what of `init` was missing and left over. Raises InputError where `init` has another vocabulary
-    than the corpus or reads in the other direction.
-    """
-    if init is None:
-        assert model_config is not None
-        return objective.model(model_config.model_copy(update={"is_decoder": objective.causal}))
-    model, found = load_model(objective.model, init)
-    report(f"{init}: {found.describe()}")
-    if model.config.is_decoder != objective.causal:
-        direction = "from left to right" if model.config.is_decoder else "in both directions"
-        raise InputError(f"{init} reads {direction} (is_decoder), the objective does not; take another one")
-    pieces = check_same_pieces(tokenizer, Tokenizer.from_dir(init), corpus_dir, init)
-    grown = resize_vocabulary(model, pieces)
-    if grown is not model:
-        report(f"{init}: vocabulary grown from {model.config.vocab_size:,} rows to {grown.config.vocab_size:,}")
-    return grown
-
-
-def check_fit(config: EncoderConfig, tokenizer: Tokenizer, phases: list[Phase], corpus_dir: Path) -> None:
-    """Refuse a corpus whose pieces, and phases whose sequences, the model has no vectors for: InputError."""
-    check_vocabulary(tokenizer, config, str(corpus_dir))
-    for phase in phases:
-        if phase.sequence_length > config.max_position_embeddings:
-            raise InputError(
-                f"sequence_length {phase.sequence_length} is above the model's max_position_embeddings "
-                f"{config.max_position_embeddings}"
-            )
