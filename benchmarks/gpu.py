@@ -67,8 +67,10 @@ class Found:
 
     def save(self) -> None:
         facts = {name: getattr(self, name) for name in ("parity", "speed", "failed", "left_out")}
+        if not torch.cuda.is_available():
+            return  # that the script runs is no result
         facts |= {"matrix_product_tflops": self.matrix_product_tflops, "machine": describe_machine()}
-        save_result("gpu", facts["machine"]["gpus"][0] if facts["machine"]["gpus"] else "no GPU", facts)
+        save_result("gpu", facts["machine"]["gpus"][0], facts)
 
 
 def make_samples(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Sample]:

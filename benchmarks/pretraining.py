@@ -255,7 +255,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     result = measure(options.model, options.minutes, options.threads, options.corpus, options.rows)
-    save_result("pretraining", options.model, result)
+    if options.model in TARGETS:
+        save_result("pretraining", options.model, result)
     if options.json:
         print(json.dumps(result))
     else:
