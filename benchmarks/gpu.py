@@ -146,7 +146,7 @@ def measure(
     torch.manual_seed(0)
     model = PretrainingModel(config).to(device).train()
     learner = Learner(model, settings, Processes(0, 1, device), torch.bfloat16)
-    learner.begin(Phase(1000, tokens, batch_size, 1e-4, 0))
+    learner.begin(Phase(1000, tokens, batch_size, 1e-5, 0))
     samples = make_samples([tokens] * batch_size, config.vocab_size)
     while True:
         chunks = [samples[i : i + at_once] for i in range(0, batch_size, at_once)]

@@ -1,7 +1,9 @@
 """Pre-training: the loss falls, runs repeat, gradients that are not finite are skipped, nothing half is left."""
 
+import html
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,8 @@ def test_the_page_and_the_logs_of_a_run(corpus: Path, tmp_path: Path) -> None:
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 6 and "Conclusions" in page
     assert str(manifest["metrics"]["order_hash"]) in page
+    again = tomllib.loads(html.unescape(page).split("<<'END'\n")[1].split("\nEND")[0])
+    assert PretrainConfig(**again["pretrain"]) == config and EncoderConfig(**again["model"]) == MODEL
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
     assert 0 < manifest["metrics"]["mfu"] < 1
 

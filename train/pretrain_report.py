@@ -1,5 +1,7 @@
 """The page about a pre-training run: its curves, what it reached, how to do it again."""
 
+import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ def write_report(directory: Path, facts: Mapping[str, Any]) -> None:
     metrics, config = facts["metrics"], facts["config"]["pretrain"]
     before, after = metrics["before"], metrics["after"]
     start = facts["inputs"]["init"] or "random weights"
+    heldout = [{"step": 0, **before}, *heldout]
     report = Report(
         "Pre-training",
         f"{facts['parameters']:,} parameters, objective {config['objective']}, from {start}, on "
@@ -46,7 +49,10 @@ def write_report(directory: Path, facts: Mapping[str, Any]) -> None:
     report.facts("Cost and counts", {name: metrics[name] for name in (*cost, "best_checkpoint", "order_hash")})
     report.facts("Settings", facts["config"])
     report.facts("Versions", versions())
-    report.command("Again", "bertship pretrain --set FIELD=VALUE ...    # with the settings above, on the same corpus")
+    start_option = f" --init {shlex.quote(facts['inputs']['init'])}" if facts["inputs"]["init"] else ""
+    corpus = shlex.quote(Path(facts["inputs"]["corpus"]).name)
+    again = ["cat >again.toml <<'END'", *toml_lines(facts["config"]), "END"]
+    report.command("Again", *again, f"bertship pretrain --preset again.toml --corpus {corpus}{start_option}")
     report.write(directory / "report.html")
 
 
@@ -70,6 +76,15 @@ def conclusions(metrics: Mapping[str, Any], config: Mapping[str, Any]) -> list[s
         f"{metrics['mfu']:.0%} of the machine's measured matrix-product rate."
     )
     return said
+
+
+def toml_lines(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Tables of plain values as TOML, those that are None left out."""
+    lines = []
+    for name, table in tables.items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items() if value is not None]
+    return lines
 
 
 def _smooth(name: str, x: list[float], y: list[float | None]) -> Curve:
