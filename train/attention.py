@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from train.dropout import drop
+
 # Added to the attention scores of what must not be seen. Far below any real score, so that softmax gives an exact 0
 # in FP32, and finite in FP16 (largest value 65,504), so that a row of padding alone gives numbers and no NaN.
 MASK_BIAS = -1e4
@@ -50,6 +52,25 @@ def attention_bias(real_BS: Tensor, causal: bool, dtype: torch.dtype) -> Tensor:
     return hidden_B11S.to(dtype) * MASK_BIAS
 
 
+def attend(q_BNSK: Tensor, k_BNSK: Tensor, v_BNSK: Tensor, bias: Tensor, dropout: float) -> Tensor:
+    """softmax(q k^T / sqrt(K) + bias) v, [B, N, S, K]; `dropout`: of the attention weights, 0 outside training."""
+    bias = bias.to(q_BNSK.dtype)  # which is bf16 under autocast
+    if dropout and q_BNSK.device.type == "cpu" and not torch.compiler.is_compiling():
+        return attend_by_steps(q_BNSK, k_BNSK, v_BNSK, bias, dropout)
+    return F.scaled_dot_product_attention(q_BNSK, k_BNSK, v_BNSK, attn_mask=bias, dropout_p=dropout)
+
+
+def attend_by_steps(q_BNSK: Tensor, k_BNSK: Tensor, v_BNSK: Tensor, bias: Tensor, dropout: float) -> Tensor:
+    """As `attend`, spelled out. On a CPU PyTorch's own has no kernel with dropout and falls back to FP32 and to slow
+    random numbers."""
+    scaled_BNSK = q_BNSK * q_BNSK.shape[-1] ** -0.5
+    scores_BNSS = torch.matmul(scaled_BNSK, k_BNSK.transpose(-2, -1)).add_(bias)
+    weights_BNSS = torch.softmax(scores_BNSS, -1, dtype=scores_BNSS.dtype)
+    if dropout:
+        weights_BNSS = drop(weights_BNSS, dropout)
+    return torch.matmul(weights_BNSS, v_BNSK)
+
+
 def attend_apart(
     q_RLH: Tensor,
     k_RLH: Tensor,
@@ -79,9 +100,7 @@ def attend_regathered(
         x_xNK.index_select(0, where.places.flatten()).unflatten(0, shape).transpose(1, 2)
         for x_xNK in (q_xNK, k_xNK, v_xNK)
     )
-    gathered_BNSK = F.scaled_dot_product_attention(
-        q_BNSK, k_BNSK, v_BNSK, attn_mask=bias.to(q_BNSK.dtype), dropout_p=dropout
-    )
+    gathered_BNSK = attend(q_BNSK, k_BNSK, v_BNSK, bias, dropout)
     return gathered_BNSK.transpose(1, 2).flatten(0, 1).index_select(0, where.back)
 
 

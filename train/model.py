@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bertship.config import EncoderConfig
 from bertship.errors import InputError
-from train.attention import MASK_BIAS, Sequences, attend_apart, attention_bias
+from train.attention import MASK_BIAS, Sequences, attend, attend_apart, attention_bias
+from train.dropout import Dropout
 
 __all__ = ["MASK_BIAS", "BertEncoder", "check_inputs", "check_length", "count_parameters", "init_weights"]
 
@@ -39,7 +40,7 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.segment = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, ids_BS: Tensor, segments_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         if positions_BS is None:
@@ -72,10 +73,7 @@ class SelfAttention(nn.Module):
         if where is not None:
             return self.output(attend_apart(q_BSH, k_BSH, v_BSH, self.heads, where, bias, self.causal, dropout))
         q_BNSK, k_BNSK, v_BNSK = (self._split_heads(x) for x in (q_BSH, k_BSH, v_BSH))
-        # softmax(q k^T / sqrt(K) + bias) v; the bias takes the type of q, which is bf16 under autocast
-        gathered_BNSK = F.scaled_dot_product_attention(
-            q_BNSK, k_BNSK, v_BNSK, attn_mask=bias.to(q_BNSK.dtype), dropout_p=dropout
-        )
+        gathered_BNSK = attend(q_BNSK, k_BNSK, v_BNSK, bias, dropout)
         gathered_BSH = gathered_BNSK.transpose(1, 2).flatten(2)
         return self.output(gathered_BSH)
 
@@ -106,7 +104,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, x_BSH: Tensor, bias: Tensor, where: Sequences | None = None) -> Tensor:
         x_BSH = self.attention_norm(x_BSH + self.dropout(self.attention(x_BSH, bias, where)))

@@ -38,7 +38,7 @@ from train.watch import Board, MetricsLog, StopRequest, UpdateGuard, stop_reques
 
 Report = Callable[[str], None]
 _MODULES = (
-    *("attention", "batches", "bert_adam", "checkpoint", "dataset", "heads", "learner", "masking", "model"),
+    *("attention", "batches", "bert_adam", "checkpoint", "dataset", "dropout", "heads", "learner", "masking", "model"),
     *("objectives", "optim", "packing", "pretrain", "start"),
 )
 _CODE = ("bertship/tokenization.py", *(f"train/{name}.py" for name in _MODULES))
