@@ -63,7 +63,6 @@ class PretrainConfig(_Strict):
     rounding alone, and an interrupted run may go on with other values.
     """
 
-    objective: Literal["mlm+nsp", "mlm", "ltr"] = "mlm+nsp"  # ltr: left to right, each token from those before it
     steps: int = Field(default=300, gt=0)  # optimizer updates of the first phase
     batch_size: int = Field(default=32, gt=0)  # sequences an update, over all processes
     sequence_length: int = Field(default=128, ge=8)  # tokens, [CLS] and [SEP] included
@@ -83,6 +82,7 @@ class PretrainConfig(_Strict):
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = Field(default=1e-6, gt=0)
     clip_norm: float = Field(default=1.0, gt=0)  # largest gradient norm
+    objective: Literal["mlm+nsp", "mlm", "ltr"] = "mlm+nsp"  # ltr: left to right, each token from those before it
     masked_share: float = Field(default=0.15, gt=0, lt=1)  # of the tokens, special ones apart
     mask_rates: tuple[float, float, float] = (0.8, 0.1, 0.1)  # [MASK], random piece, unchanged
     short_sequence_share: float = Field(default=0.1, ge=0, le=1)  # of the samples, made shorter than they could be
