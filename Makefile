@@ -24,6 +24,7 @@ TORCH_INDEX_URL ?=
 export TRITON_PYTHON
 
 BERTSHIP := .venv/bin/bertship
+TORCHRUN := .venv/bin/torchrun
 RUN_STAMP := .venv/.run-installed
 DEV_STAMP := .venv/.dev-installed
 PINS := requirements/constraints.txt
@@ -88,10 +89,10 @@ corpus: $(RUN_STAMP) ## Documents (DATA=file) to tokens and a vocabulary
 	@$(BERTSHIP) corpus $(if $(DATA),$(call quoted,$(DATA))) --name $(call quoted,$(NAME)) $(SEEDED)
 
 # one process a GPU; without GPUS, one process
-LAUNCH = $(if $(filter-out 1,$(GPUS)),.venv/bin/torchrun --standalone --nproc-per-node $(call quoted,$(GPUS)) -m bertship,$(BERTSHIP))
+LAUNCH = $(if $(filter-out 1,$(GPUS)),$(TORCHRUN) --standalone --nproc-per-node $(call quoted,$(GPUS)) -m bertship,$(BERTSHIP))
 
 pretrain: $(RUN_STAMP) ## A PRESET: masked LM + next sentence, on GPUS, from scratch or from INIT
-	@$(if $(filter-out 1,$(GPUS)),test -d runs/corpus/default || $(BERTSHIP) corpus)
+	@$(if $(filter-out 1,$(GPUS)),test -d runs/corpus/default || $(BERTSHIP) corpus >/dev/null)
 	@$(LAUNCH) pretrain --preset $(call quoted,$(PRESET)) --name $(call quoted,$(NAME)) $(call option,INIT,init) $(SEEDED) $(if $(filter-out 1,$(GPUS)),,--bring)
 
 ablation: $(RUN_STAMP) ## The paper's pre-training tasks compared, three seeds; an hour on two cores
