@@ -13,6 +13,7 @@ INIT ?=
 DATA ?=
 SEED ?=
 NAME ?= default
+GPUS ?=
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
@@ -24,6 +25,7 @@ TORCH_INDEX_URL ?=
 export TRITON_PYTHON
 
 BERTSHIP := .venv/bin/bertship
+TORCHRUN := .venv/bin/torchrun
 RUN_STAMP := .venv/.run-installed
 DEV_STAMP := .venv/.dev-installed
 PINS := requirements/constraints.txt
@@ -43,12 +45,12 @@ export ASK_QUESTION := $(value QUESTION)
 export ASK_CONTEXT := $(value CONTEXT)
 given = $(if $(filter command environment,$(firstword $(origin $(1)))),--$(2) "$$ASK_$(1)")
 
-.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask bench plan gpu-check clean
+.PHONY: help setup demo test lint corpus pretrain ablation finetune evaluate export repository serve stop ask bench plan gpu-check clean
 
 help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14 | sed 's/^/  make /'
-	@echo; echo "  variables: TASK=$(TASK) PRESET=$(PRESET) PRECISION=$(PRECISION) INIT= DATA= SEED= NAME=$(NAME) REPOSITORY=$(REPOSITORY)"
+	@echo; echo "  variables: TASK=$(TASK) PRESET=$(PRESET) PRECISION=$(PRECISION) INIT= DATA= SEED= NAME=$(NAME) GPUS=$(GPUS) REPOSITORY=$(REPOSITORY)"
 	@echo "  for ask: TEXT= TEXT_PAIR= QUESTION= CONTEXT=      for set-up: PYTHON= TRITON_PYTHON= TORCH_INDEX_URL="
 
 # a stamp, as a venv that was interrupted half-way has its interpreter already
@@ -88,8 +90,15 @@ lint: $(DEV_STAMP) ## ruff, mypy, and imports that go one way
 corpus: $(RUN_STAMP) ## Documents (DATA=file) to tokens and a vocabulary
 	@$(BERTSHIP) corpus $(if $(DATA),$(call quoted,$(DATA))) --name $(call quoted,$(NAME)) $(SEEDED)
 
-pretrain: $(RUN_STAMP) ## A PRESET from scratch: masked LM + next sentence
-	@$(BERTSHIP) pretrain --preset $(call quoted,$(PRESET)) --name $(call quoted,$(NAME)) $(SEEDED) --bring
+# one process a GPU; without GPUS, one process
+LAUNCH = $(if $(filter-out 1,$(GPUS)),$(TORCHRUN) --standalone --nproc-per-node $(call quoted,$(GPUS)) -m bertship,$(BERTSHIP))
+
+pretrain: $(RUN_STAMP) ## A PRESET: masked LM + next sentence, on GPUS, from scratch or from INIT
+	@$(if $(filter-out 1,$(GPUS)),test -d runs/corpus/default || $(BERTSHIP) corpus >/dev/null)
+	@$(LAUNCH) pretrain --preset $(call quoted,$(PRESET)) --name $(call quoted,$(NAME)) $(call option,INIT,init) $(SEEDED) $(if $(filter-out 1,$(GPUS)),,--bring)
+
+ablation: $(RUN_STAMP) ## The paper's pre-training tasks compared, three seeds; an hour on two cores
+	@.venv/bin/python -m benchmarks.ablation
 
 finetune: $(RUN_STAMP) ## TASK on a warm start (INIT), with DATA
 	@$(BERTSHIP) finetune --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) $(SEEDED)

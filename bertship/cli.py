@@ -25,6 +25,7 @@ for _command in (
     training.demo,
     training.corpus,
     training.pretrain,
+    training.params,
     training.finetune,
     training.evaluate,
     exporting.export,

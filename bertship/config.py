@@ -36,6 +36,7 @@ class EncoderConfig(_Strict):
     initializer_range: float = Field(default=0.02, gt=0)  # standard deviation
     layer_norm_eps: float = Field(default=1e-12, gt=0)
     pad_token_id: int = Field(default=0, ge=0)
+    is_decoder: bool = False  # left to right: a token gathers from those before it alone
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "EncoderConfig":
@@ -65,17 +66,32 @@ class CorpusConfig(_Strict):
 
 
 class PretrainConfig(_Strict):
-    """Masked LM + next sentence prediction (Devlin et al. 2019, sections 3.1 and A.2)."""
+    """Masked LM + next sentence prediction (Devlin et al. 2019, sections 3.1 and A.2), and what it is compared with.
 
-    steps: int = Field(default=300, gt=0)  # optimizer updates
-    batch_size: int = Field(default=32, gt=0)  # sequences an update
+    The fields of the first block decide what is learnt. Those after it say how a machine does it: results differ by
+    rounding alone, and an interrupted run may go on with other values.
+    """
+
+    steps: int = Field(default=300, gt=0)  # optimizer updates of the first phase
+    batch_size: int = Field(default=32, gt=0)  # sequences an update, over all processes
     sequence_length: int = Field(default=128, ge=8)  # tokens, [CLS] and [SEP] included
     learning_rate: float = Field(default=1e-4, gt=0)  # at its peak
-    warmup_steps: int = Field(default=30, ge=0)  # updates of linear warm-up, then linear decay
+    warmup_steps: int = Field(default=30, ge=0)  # updates of linear warm-up
+    schedule: Literal["linear", "wsd"] = "linear"  # after the warm-up: down to 0, or stable and down at the end
+    decay_share: float = Field(default=0.1, gt=0, le=1)  # of a phase's updates, in which wsd goes down to 0
+    # a second phase on longer sequences, with a schedule of its own; 0 updates: none. None: as in the first.
+    long_steps: int = Field(default=0, ge=0)
+    long_sequence_length: int = Field(default=512, ge=8)  # tokens
+    long_batch_size: int | None = Field(default=None, gt=0)  # sequences an update
+    long_learning_rate: float | None = Field(default=None, gt=0)
+    long_warmup_steps: int | None = Field(default=None, ge=0)
+    optimizer: Literal["adamw", "lamb"] = "adamw"
+    bias_correction: bool = True  # False: the paper's Adam, which has none
     weight_decay: float = Field(default=0.01, ge=0)
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = Field(default=1e-6, gt=0)
     clip_norm: float = Field(default=1.0, gt=0)  # largest gradient norm
+    objective: Literal["mlm+nsp", "mlm", "ltr"] = "mlm+nsp"  # ltr: left to right, each token from those before it
     masked_share: float = Field(default=0.15, gt=0, lt=1)  # of the tokens, special ones apart
     mask_rates: tuple[float, float, float] = (0.8, 0.1, 0.1)  # [MASK], random piece, unchanged
     whole_word_masking: bool = False  # all pieces of a word or none
@@ -83,6 +99,30 @@ class PretrainConfig(_Strict):
     heldout_batches: int = Field(default=20, gt=0)  # batches an evaluation
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     seed: int = Field(default=42, ge=0)
+
+    rows: Literal["auto", "padded", "packed", "unpadded"] = "auto"  # how sequences lie in what is computed
+    packed_length: int = Field(default=512, ge=8)  # tokens a row of `packed`
+    microbatch_size: int | None = Field(default=None, gt=0)  # sequences a process computes at once; None: all it has
+    checkpoint_every: int = Field(default=1000, gt=0)  # updates between evaluations, each with a checkpoint
+    keep_checkpoints: int = Field(default=2, ge=1)  # the last ones; the best is kept besides
+    checkpoint_activations: bool = False  # compute them again in the backward pass: less memory, a third more work
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on CUDA
+    sharded_optimizer: bool = False  # each process keeps the moments of its share of the weights
+    data_workers: int | None = Field(default=None, ge=0)  # processes that make samples; None: 4 a GPU, 0 without one
+
+
+# What may differ between an interrupted run and the one that goes on.
+MACHINE_FIELDS = (
+    "rows",
+    "packed_length",
+    "microbatch_size",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "checkpoint_activations",
+    "compile",
+    "sharded_optimizer",
+    "data_workers",
+)
 
 
 class FinetuneConfig(_Strict):

@@ -17,6 +17,7 @@ COMMANDS = [
     "demo",
     "corpus",
     "pretrain",
+    "params",
     "finetune",
     "evaluate",
     "export",

@@ -76,3 +76,15 @@ def test_bench_compares_the_answers_and_measures(line, bertship, task):
     (row,) = json.loads(out)["rows"]
     assert row["concurrency"] == 2
     assert (line.runs / "bench" / task / "bench.csv").is_file()
+
+
+def test_params_are_the_published_counts(bertship):
+    for preset, encoder in (("base", 109_482_240), ("large", 335_141_888)):
+        code, out, _ = bertship("--json", "params", preset)
+        counts = json.loads(out)
+        assert (code, counts["encoder"]) == (0, encoder)
+        assert counts["estimate"] == pytest.approx(encoder, rel=0.02)
+    code, out, _ = bertship("params", "tiny", "--vocab-size", "8192")
+    assert code == 0 and f"{8192 * 128 + 2 * 12 * 128**2:,}" in out
+    code, _, err = bertship("params", "huge")
+    assert code == 2 and "unknown preset 'huge'" in err

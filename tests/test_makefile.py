@@ -41,6 +41,15 @@ def test_variables_arrive_whatever_is_in_them() -> None:
     assert "seed=7" in given
 
 
+def test_gpus_start_as_many_processes() -> None:
+    alone = arguments("pretrain", "PRESET=base", "INIT=minilm")
+    assert alone == ["pretrain", "--preset", "base", "--name", "default", "--init", "minilm", "--bring"]
+    assert arguments("pretrain", "PRESET=base", "GPUS=1") == arguments("pretrain", "PRESET=base")
+    many = arguments("pretrain", "PRESET=base", "GPUS=8", "BERTSHIP=true", "TORCHRUN=printf '<%s>\\n'")
+    launcher = ["--standalone", "--nproc-per-node", "8", "-m", "bertship"]
+    assert many == [*launcher, "pretrain", "--preset", "base", "--name", "default"]
+
+
 def test_ports_reach_the_server_and_the_question(tmp_path: Path) -> None:
     (tmp_path / "sst2_encode" / "1").mkdir(parents=True)
     (tmp_path / "sst2_encode" / "1" / "model.onnx").touch()

@@ -217,3 +217,48 @@ def test_the_onnx_graph_agrees_at_any_shape(tmp_path) -> None:
         outputs = session.run(None, {name: value.numpy() for name, value in batch.items()})
         for ours, theirs in zip(encoder(**batch), outputs, strict=True):
             torch.testing.assert_close(ours, torch.from_numpy(theirs), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_a_causal_encoder_is_traced_too() -> None:
+    torch.manual_seed(1)
+    encoder = BertEncoder(CONFIG.model_copy(update={"is_decoder": True})).eval()
+    batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence", max=CONFIG.max_position_embeddings)
+    traced = torch.export.export(
+        encoder,
+        (),
+        kwargs=make_batch([8, 3], 8),
+        dynamic_shapes={name: {0: batch, 1: sequence} for name in INPUTS},
+    ).module()
+    for lengths, width in (([5], 5), ([16, 0, 7], 16)):
+        other = make_batch(lengths, width)
+        for ours, theirs in zip(encoder(**other), traced(**other), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_a_causal_encoder_agrees_with_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    from train.checkpoint import our_name
+
+    config = CONFIG.model_copy(update={"is_decoder": True})
+    theirs = transformers.BertModel(transformers.BertConfig(**config.model_dump()), add_pooling_layer=False).eval()
+    ours = BertEncoder(config, pooler=False).eval()
+    ours.load_state_dict({our_name(f"bert.{n}").removeprefix("encoder."): p for n, p in theirs.named_parameters()})
+    batch = make_batch([12, 5, 9], 12)
+    with torch.no_grad():
+        real = batch["attention_mask"].bool()
+        expected = theirs(**batch).last_hidden_state[real]
+        torch.testing.assert_close(ours(**batch)[0][real], expected, atol=1e-5, rtol=0)
+
+
+def test_checkpointed_activations_change_no_gradient() -> None:
+    gradients = []
+    for kept in (False, True):
+        encoder = make_encoder().train()
+        encoder.checkpoint_activations = kept
+        torch.manual_seed(9)  # dropout is drawn again as it was
+        hidden, pooled = encoder(**make_batch([12, 5], 12))
+        (hidden.sum() + pooled.sum()).backward()
+        gradients.append({name: parameter.grad for name, parameter in encoder.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-5, msg=name)

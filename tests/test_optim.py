@@ -9,7 +9,7 @@ from bertship.config import EncoderConfig
 from bertship.errors import InputError
 from train import optim
 from train.heads import PretrainingModel, SentenceModel
-from train.optim import build_optimizer, clip_and_step, linear_schedule, pick_precision
+from train.optim import build_optimizer, clip_and_step, linear_schedule, pick_precision, stable_schedule
 
 CONFIG = EncoderConfig(vocab_size=64, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=40)
 
@@ -44,6 +44,64 @@ def test_the_first_update_is_bias_corrected() -> None:
     layer.weight.grad = torch.full_like(layer.weight, 1e3)
     build_optimizer(layer, 0.1, 0.0).step()
     assert before - layer.weight.item() == pytest.approx(0.1, rel=1e-4)
+
+
+def by_hand(
+    weight: torch.Tensor, gradients: list[torch.Tensor], rate: float, decay: float, corrected: bool, ratio: bool
+) -> torch.Tensor:
+    """Adam's papers' formulas, in double precision."""
+    weight, first, second = weight.double(), torch.zeros(()).double(), torch.zeros(()).double()
+    for step, gradient in enumerate(gradients, 1):
+        first = 0.9 * first + 0.1 * gradient.double()
+        second = 0.999 * second + 0.001 * gradient.double() ** 2
+        m, v = (first / (1 - 0.9**step), second / (1 - 0.999**step)) if corrected else (first, second)
+        update = m / (v.sqrt() + 1e-6) + decay * weight
+        if ratio:
+            update = update * (weight.norm() / update.norm())
+        weight = weight - rate * update
+    return weight
+
+
+@pytest.mark.parametrize(("kind", "corrected"), [("adamw", True), ("adamw", False), ("lamb", True), ("lamb", False)])
+def test_updates_are_those_of_the_papers(kind: str, corrected: bool) -> None:
+    torch.manual_seed(5)
+    layer = torch.nn.Linear(7, 5)
+    matrix, vector = layer.weight.detach().clone(), layer.bias.detach().clone()
+    optimizer = build_optimizer(layer, 0.01, 0.1, kind=kind, bias_correction=corrected)
+    gradients = [(torch.randn(5, 7), torch.randn(5)) for _ in range(4)]
+    for of_matrix, of_vector in gradients:
+        layer.weight.grad, layer.bias.grad = of_matrix.clone(), of_vector.clone()
+        optimizer.step()
+    expected = by_hand(matrix, [g for g, _ in gradients], 0.01, 0.1, corrected, kind == "lamb")
+    torch.testing.assert_close(layer.weight.double(), expected, atol=1e-6, rtol=0)
+    # biases do not decay, and LAMB scales what decays alone
+    plain = by_hand(vector, [g for _, g in gradients], 0.01, 0.0, corrected, False)
+    torch.testing.assert_close(layer.bias.double(), plain, atol=1e-6, rtol=0)
+
+
+def test_lamb_moves_a_tensor_of_zeros() -> None:
+    layer = torch.nn.Linear(3, 2)
+    torch.nn.init.zeros_(layer.weight)
+    layer.weight.grad, layer.bias.grad = torch.ones(2, 3), torch.ones(2)
+    build_optimizer(layer, 0.01, 0.1, kind="lamb").step()
+    assert torch.isfinite(layer.weight).all() and (layer.weight < 0).all()
+
+
+def test_an_unknown_optimizer_is_named() -> None:
+    with pytest.raises(InputError, match="unknown optimizer 'sgd'; it is adamw or lamb"):
+        build_optimizer(torch.nn.Linear(1, 1), 0.1, 0.0, kind="sgd")
+
+
+def test_warm_up_stable_decay() -> None:
+    optimizer = build_optimizer(torch.nn.Linear(1, 1), 2.0, 0.0)
+    schedule, seen = stable_schedule(optimizer, 2, 10, 4), []
+    for _ in range(12):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([0, 1, 2, 2, 2, 2, 2, 1.5, 1, 0.5, 0, 0])
+    with pytest.raises(InputError, match="a decay of 9 updates do not fit into a training of 10"):
+        stable_schedule(optimizer, 2, 10, 9)
 
 
 def values(warmup: int, total: int, steps: int) -> list[float]:

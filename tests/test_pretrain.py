@@ -1,23 +1,30 @@
 """Pre-training: the loss falls, runs repeat, gradients that are not finite are skipped, nothing half is left."""
 
+import html
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bertship import artifacts
 from bertship.config import CorpusConfig, EncoderConfig, PretrainConfig
 from bertship.errors import CheckFailed, InputError
-from train import pretrain as module
+from bertship.tokenization import Tokenizer
+from train import learner as module
+from train import pretrain as pretrain_module
+from train.batches import Updates
 from train.checkpoint import load_model
 from train.corpus import Corpus, build_corpus
 from train.dataset import PretrainingDataset
-from train.heads import PretrainingModel
-from train.pretrain import evaluate, fingerprint_of, losses, pretrain
+from train.heads import PretrainingModel, SentenceModel
+from train.objectives import evaluate, loss_sums
+from train.pretrain import fingerprint_of, pretrain
 
 MODEL = EncoderConfig(
     vocab_size=128,
@@ -80,10 +87,10 @@ def test_held_out_loss_falls_and_the_model_is_what_was_measured(corpus: Path, tm
 
     model, found = load_model(PretrainingModel, out / "model")
     assert found.complete
-    tokenizer = module.Tokenizer.from_dir(out / "model")
+    tokenizer = Tokenizer.from_dir(out / "model")
     heldout = PretrainingDataset(Corpus.open(corpus, "heldout"), CONFIG.sequence_length, CONFIG, tokenizer)
     assert metrics["order_hash"] == PretrainingDataset(Corpus.open(corpus), 32, CONFIG, tokenizer).order_hash()
-    again = evaluate(model, heldout, CONFIG, None)
+    again = evaluate(model, Updates(heldout, CONFIG.heldout_batches, CONFIG.batch_size, CONFIG, "padded"), None)
     assert again == pytest.approx(metrics["after"])
 
 
@@ -97,26 +104,28 @@ def test_same_seed_gives_the_same_losses(corpus: Path, tmp_path: Path) -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_loss_is_a_sum_by_a_count_that_is_never_zero() -> None:
+def test_losses_are_sums_over_what_was_predicted() -> None:
     torch.manual_seed(0)
     mlm, nsp = torch.randn(3, 7), torch.randn(2, 2)
     batch = {"mlm_labels": torch.tensor([1, 0, 6]), "nsp_labels": torch.tensor([0, 1])}
-    masked, _ = losses(mlm, nsp, batch)
-    by_hand = -sum(mlm.log_softmax(-1)[i, label] for i, label in enumerate([1, 0, 6])) / 3
+    masked, pairs = loss_sums((mlm, nsp), batch)
+    by_hand = -sum(mlm.log_softmax(-1)[i, label] for i, label in enumerate([1, 0, 6]))
     assert masked.item() == pytest.approx(float(by_hand))
-    none, _ = losses(mlm[:0], nsp, batch | {"mlm_labels": torch.tensor([], dtype=torch.int64)})
+    assert pairs.item() == pytest.approx(float(-nsp.log_softmax(-1)[[0, 1], [0, 1]].sum()))
+    none, _ = loss_sums((mlm[:0], nsp), batch | {"mlm_labels": torch.tensor([], dtype=torch.int64)})
     assert none.item() == 0
+    assert loss_sums((mlm,), batch)[1].item() == 0
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
     """Make the losses of some calls infinite."""
-    original, calls = module.losses, iter(range(10**9))
+    original, calls = module.loss_sums, iter(range(10**9))
 
     def spoiled(*arguments: Any) -> Any:
         mlm, nsp = original(*arguments)
         return (mlm * torch.inf if next(calls) in bad else mlm), nsp
 
-    monkeypatch.setattr(module, "losses", spoiled)
+    monkeypatch.setattr(module, "loss_sums", spoiled)
 
 
 def test_updates_that_are_not_finite_are_skipped_and_counted(
@@ -140,7 +149,8 @@ def test_ten_in_a_row_stop_the_run_with_a_diagnosis(
     ) as e:
         pretrain(corpus, tmp_path / "run", MODEL, SHORT.model_copy(update={"steps": 40}), quiet)
     assert "all weights are still finite" in str(e.value) and "\n" not in str(e.value)
-    assert not list(tmp_path.iterdir())
+    assert "there is no checkpoint yet" in str(e.value)
+    assert not (tmp_path / "run").exists()
 
 
 def test_configurations_that_do_not_fit(corpus: Path, tmp_path: Path) -> None:
@@ -150,6 +160,18 @@ def test_configurations_that_do_not_fit(corpus: Path, tmp_path: Path) -> None:
         pretrain(corpus, tmp_path / "run", MODEL.model_copy(update={"vocab_size": 16}), SHORT, quiet)
     with pytest.raises(InputError, match=r"no manifest\.json"):
         pretrain(tmp_path, tmp_path / "run", MODEL, SHORT, quiet)
+    with pytest.raises(InputError, match="warm-up of 9 updates does not fit into a training of 4"):
+        pretrain(corpus, tmp_path / "run", MODEL, SHORT.model_copy(update={"warmup_steps": 9}), quiet)
+    with pytest.raises(InputError, match="warm-up of 9 updates does not fit into a training of 5"):
+        change = {"long_steps": 5, "long_warmup_steps": 9, "long_sequence_length": 32}
+        pretrain(corpus, tmp_path / "run", MODEL, SHORT.model_copy(update=change), quiet)
+    with pytest.raises(InputError, match="sequence_length 512 is above"):
+        pretrain(corpus, tmp_path / "run", MODEL, SHORT.model_copy(update={"long_steps": 1}), quiet)
+    with pytest.raises(InputError, match="packed_length 16 is below sequence_length 32"):
+        pretrain(
+            corpus, tmp_path / "run", MODEL, SHORT.model_copy(update={"rows": "packed", "packed_length": 16}), quiet
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_document_is_enough(tmp_path: Path) -> None:
@@ -159,3 +181,85 @@ def test_one_document_is_enough(tmp_path: Path) -> None:
     manifest = pretrain(tmp_path / "corpus", tmp_path / "run", MODEL, SHORT, said.append)
     assert manifest["metrics"]["is_next_share"] == manifest["metrics"]["after"]["is_next_share"] == 1
     assert math.isfinite(manifest["metrics"]["after"]["mlm_loss"])
+
+
+def test_a_diverged_run_names_its_last_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """trn.5"""
+    spoil(monkeypatch, set(range(5, 100)))
+    config = SHORT.model_copy(update={"steps": 40, "checkpoint_every": 4})
+    with pytest.raises(CheckFailed, match=r"the last checkpoint is .*run\.training/checkpoints/step-00000012") as e:
+        pretrain(corpus, tmp_path / "run", MODEL, config, quiet)
+    checkpoint = tmp_path / "run.training" / "checkpoints" / "step-00000012"
+    assert str(checkpoint) in str(e.value)
+    assert load_model(PretrainingModel, checkpoint)[1].complete
+
+
+def test_a_phase_change_resets_the_schedule_and_nothing_else(corpus: Path, tmp_path: Path) -> None:
+    """trn.3"""
+    config = SHORT.model_copy(
+        update={"steps": 10, "warmup_steps": 2, "long_steps": 10, "long_sequence_length": 48, "long_warmup_steps": 3}
+    )
+    manifest = pretrain(corpus, tmp_path / "run", MODEL, config, quiet)
+    rates = [line["lr"] for line in read_log(tmp_path / "run")]
+    expected = [0, 0.5, 1, *(n / 8 for n in range(7, 0, -1)), 0, 1 / 3, 2 / 3, 1, *(n / 7 for n in range(6, 0, -1))]
+    assert rates == pytest.approx([1e-2 * share for share in expected])
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000020" / "training.json").read_text())
+    assert (state["progress"]["phase"], state["progress"]["phase_update"]) == (1, 10)
+    moments = load_file(tmp_path / "run" / "checkpoints" / "step-00000020" / "optimizer.safetensors")
+    steps = {name: tensor.item() for name, tensor in moments.items() if name.endswith("/step")}
+    assert steps and set(steps.values()) == {20.0}, "the moments went on"
+    assert manifest["metrics"]["after"]["mlm_loss"] < manifest["metrics"]["before"]["mlm_loss"]
+
+
+@pytest.mark.parametrize("objective", ["mlm", "ltr"])
+def test_objectives_without_next_sentences(objective: str, corpus: Path, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"objective": objective})
+    manifest = pretrain(corpus, tmp_path / "run", MODEL, config, quiet)
+    metrics = manifest["metrics"]
+    assert metrics["after"].keys() == {"mlm_loss", "mlm_accuracy", "perplexity"}
+    assert metrics["after"]["mlm_loss"] < 0.5 * metrics["before"]["mlm_loss"]
+    assert metrics["is_next_share"] == 1, "the second segment always follows"
+    saved = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert saved["is_decoder"] == (objective == "ltr")
+    assert saved["architectures"] == ["BertLMHeadModel" if objective == "ltr" else "BertForMaskedLM"]
+    # a task's model keeps the direction, and says that the pooler is its own
+    model, found = load_model(SentenceModel, tmp_path / "run" / "model", 2)
+    assert model.encoder.config.is_decoder == (objective == "ltr")
+    assert any("pooler" in name for name in found.fresh)
+
+
+def test_the_page_and_the_logs_of_a_run(corpus: Path, tmp_path: Path) -> None:
+    config = SHORT.model_copy(update={"steps": 6, "checkpoint_every": 2, "keep_checkpoints": 1})
+    manifest = pretrain(corpus, tmp_path / "run", MODEL, config, quiet)
+    heldout = [json.loads(line) for line in (tmp_path / "run" / "heldout.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in heldout] == [2, 4, 6]
+    assert {k: v for k, v in heldout[-1].items() if k != "step"} == manifest["metrics"]["after"]
+    best = min(heldout, key=lambda line: line["mlm_loss"])["step"]
+    assert manifest["metrics"]["best_checkpoint"] == best
+    kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {f"step-{step:08d}" for step in {best, 6}}, "the last one and the best"
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("<svg") == 6 and "Conclusions" in page
+    assert str(manifest["metrics"]["order_hash"]) in page
+    again = tomllib.loads(html.unescape(page).split("<<'END'\n")[1].split("\nEND")[0])
+    assert PretrainConfig(**again["pretrain"]) == config and EncoderConfig(**again["model"]) == MODEL
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+    assert 0 < manifest["metrics"]["mfu"] < 1
+
+
+def test_a_last_checkpoint_that_was_never_published_is_published(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrain_module, "write_report", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        pretrain(corpus, tmp_path / "run", MODEL, SHORT, quiet)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    said: list[str] = []
+    manifest = pretrain(corpus, tmp_path / "run", MODEL, SHORT, said.append)
+    assert any("going on after update 4" in line for line in said)
+    assert len(read_log(tmp_path / "run")) == 4
+    heldout = [json.loads(line) for line in (tmp_path / "run" / "heldout.jsonl").read_text().splitlines()]
+    assert manifest["metrics"]["after"] == {k: v for k, v in heldout[-1].items() if k != "step"}

@@ -19,7 +19,7 @@ from torch import Tensor
 from bertship.config import EncoderConfig, read_encoder_config
 from bertship.errors import InputError
 from bertship.tokenization import Tokenizer
-from train.heads import HeadedModel, PretrainingModel
+from train.heads import HeadedModel, MaskedLanguageModel, PretrainingModel
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -134,7 +134,7 @@ def load_model(model_class: type[M], model_dir: Path, num_labels: int | None = N
     stored = _read_tensors(model_dir)
     named = _canonical_names(stored, model_dir)
     tensors = {name: stored[in_file] for name, in_file in named.items()}
-    if issubclass(model_class, PretrainingModel):
+    if issubclass(model_class, MaskedLanguageModel):
         _resolve_ties(tensors, model_dir)
 
     head_fits = _head_fits(model_class, model_dir)
@@ -163,7 +163,7 @@ def load_model(model_class: type[M], model_dir: Path, num_labels: int | None = N
             target.copy_(tensor)  # a state dict shares the parameters' memory
             loaded.append(name)
     _refuse_halves(loaded, missing + other_head, model_dir)
-    settled = {*loaded, _IGNORED, *(TIED if issubclass(model_class, PretrainingModel) else ())}
+    settled = {*loaded, _IGNORED, *(TIED if issubclass(model_class, MaskedLanguageModel) else ())}
     unused = sorted(in_file for name, in_file in named.items() if name not in settled)
     model.eval()
     return model, LoadReport(tuple(missing), tuple(unused), tuple(missing + other_head))

@@ -26,7 +26,7 @@ from bertship.errors import InputError
 from bertship.tokenization import Row, Tokenizer, pad
 from train.corpus import Corpus
 from train.heads import IS_NEXT, NOT_NEXT
-from train.masking import MaskingVocabulary, check_rates, mask_tokens
+from train.masking import MaskingVocabulary, check_rates, mask_tokens, next_tokens
 
 SPECIAL_PER_ROW = 3  # [CLS] A [SEP] B [SEP]
 _ORDER, _LABELS, _PHASES = 1, 2, 3  # keys that keep these random numbers apart from those of samples
@@ -130,7 +130,10 @@ class PretrainingDataset:
         row_ids = np.concatenate([np.asarray(part, np.int64) for part in [*ids, [self.tokenizer.sep_id]]])
         types = np.zeros(len(row_ids), np.int64)
         types[first.end - first.start + 2 :] = 1
-        masked = mask_tokens(row_ids, rng, self.config.masked_share, self.config.mask_rates, self.vocabulary)
+        if self.config.objective == "ltr":
+            masked = next_tokens(row_ids, self.vocabulary)
+        else:
+            masked = mask_tokens(row_ids, rng, self.config.masked_share, self.config.mask_rates, self.vocabulary)
         return Sample(Row(masked.ids, types, index), masked.positions, masked.labels, next_label, first, second)
 
     def _random(self, epoch: int, index: int = 0, key: int | None = None) -> np.random.Generator:
@@ -139,8 +142,8 @@ class PretrainingDataset:
 
     def _next_label(self, index: int, epoch: int) -> int:
         """IS_NEXT for exactly one of the indices 2j and 2j+1, a coin says which; always where there is no other
-        document to take a random segment from."""
-        if len(self.corpus) < 2:
+        document to take a random segment from, or the objective has no next sentence prediction."""
+        if len(self.corpus) < 2 or self.config.objective != "mlm+nsp":
             return IS_NEXT
         coin = int(self._random(epoch // 2, index // 2, key=_LABELS).integers(2))
         # what an even epoch replaced by a random segment, the odd one after it has

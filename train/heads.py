@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from bertship.config import EncoderConfig
 from bertship.errors import InputError
+from train.attention import Sequences
 from train.model import BertEncoder, init_weights
 
 # Labels of next sentence prediction, in the order that every released BERT has.
@@ -70,18 +71,58 @@ class MaskedLanguageHead(nn.Module):
         return F.linear(hidden_xH, words_VH, self.bias)
 
 
-class PretrainingModel(HeadedModel):
+class MaskedLanguageModel(HeadedModel):
+    """A language model on the encoder: masked, or left to right where `config.is_decoder` says so.
+
+    (Devlin et al. 2019, section 3.1; the rows "No NSP" and "LTR & No NSP" of section 5.1.)
+    """
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("mlm_logits",)
+    ARCHITECTURE: ClassVar[str] = "BertForMaskedLM"
+    NUM_LABELS: ClassVar[int | None] = 1  # the head has the vocabulary's size, not a number of labels
+    POOLER: ClassVar[bool] = False
+
+    def __init__(self, config: EncoderConfig, num_labels: int = 1) -> None:
+        super().__init__(config, num_labels, pooler=self.POOLER)
+        self.mlm = MaskedLanguageHead(config)
+        init_weights(self.mlm, config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor,
+        predicted_positions: Tensor | None = None,
+        where: Sequences | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`mlm_logits` [M, V] at `predicted_positions` (int64 [M], each b * S + s), or [B, S, V] for None.
+
+        Projecting the predicted tenth of the tokens, not all, is most of what pre-training a small encoder saves: the
+        vocabulary is wider than everything else. With `where`, sequences share rows (`train.attention`).
+        """
+        hidden_BSH, _ = self.encoder(input_ids, attention_mask, token_type_ids, where)
+        return (self.predict(hidden_BSH, predicted_positions),)
+
+    def predict(self, hidden_BSH: Tensor, predicted_positions: Tensor | None) -> Tensor:
+        """Scores over the vocabulary, as `forward` describes them."""
+        predicted_xH = hidden_BSH
+        if predicted_positions is not None:
+            predicted_xH = hidden_BSH.flatten(0, 1).index_select(0, predicted_positions)
+        logits_xV: Tensor = self.mlm(predicted_xH, self.encoder.embeddings.word.weight)
+        return logits_xV
+
+
+class PretrainingModel(MaskedLanguageModel):
     """Masked language model and next sentence prediction on one encoder (Devlin et al. 2019, section 3.1)."""
 
     OUTPUTS = ("mlm_logits", "nsp_logits")
     ARCHITECTURE = "BertForPreTraining"
     NUM_LABELS = 2  # IS_NEXT, NOT_NEXT
+    POOLER = True
 
     def __init__(self, config: EncoderConfig, num_labels: int = 2) -> None:
-        super().__init__(config, num_labels, pooler=True)
-        self.mlm = MaskedLanguageHead(config)
+        super().__init__(config, num_labels)
         self.nsp = nn.Linear(config.hidden_size, num_labels)
-        init_weights(self.mlm, config.initializer_range)
         init_weights(self.nsp, config.initializer_range)
 
     def forward(
@@ -90,17 +131,11 @@ class PretrainingModel(HeadedModel):
         attention_mask: Tensor,
         token_type_ids: Tensor,
         predicted_positions: Tensor | None = None,
+        where: Sequences | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`mlm_logits` [M, V] at `predicted_positions` (int64 [M], each b * S + s), or [B, S, V] for None.
-
-        `nsp_logits` is [B, 2]: IS_NEXT, NOT_NEXT. Projecting the predicted tenth of the tokens, not all, is most of
-        what pre-training a small encoder saves: the vocabulary is wider than everything else.
-        """
-        hidden_BSH, pooled_BH = self.encoder(input_ids, attention_mask, token_type_ids)
-        predicted_xH = hidden_BSH
-        if predicted_positions is not None:
-            predicted_xH = hidden_BSH.flatten(0, 1).index_select(0, predicted_positions)
-        return self.mlm(predicted_xH, self.encoder.embeddings.word.weight), self.nsp(pooled_BH)
+        """`mlm_logits` as of MaskedLanguageModel, and `nsp_logits` [B, 2]: IS_NEXT, NOT_NEXT."""
+        hidden_BSH, pooled_BH = self.encoder(input_ids, attention_mask, token_type_ids, where)
+        return self.predict(hidden_BSH, predicted_positions), self.nsp(pooled_BH)
 
 
 class SentenceModel(HeadedModel):

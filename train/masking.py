@@ -107,3 +107,12 @@ def _whole_words(
             if not left:
                 break
     return np.sort(np.concatenate(chosen or [candidates[begins[order[0]] : ends[order[0]]]]))
+
+
+def next_tokens(ids: np.ndarray, vocabulary: MaskingVocabulary) -> Masked:
+    """`ids` int64 [S] as they are; each position but the last predicts the piece after it, where that is maskable.
+
+    A language model from left to right (Devlin et al. 2019, section 5.1): nothing need be hidden from it.
+    """
+    positions = np.flatnonzero(vocabulary.maskable[ids[1:]])
+    return Masked(np.array(ids, np.int64), positions, np.asarray(ids, np.int64)[positions + 1])

@@ -7,6 +7,8 @@ A name that holds a tensor ends with the tensor's shape, one letter an axis:
     N  attention heads           K  units of one head, H = N * K
     1  an axis that is broadcast
 
+and R, L for the rows that several sequences share (`train.attention`): there B, S stand for R, L.
+
 What happens to a batch:
 
     ids, segments  [B, S]  ->  Embeddings  ->  Block, num_hidden_layers times  ->  hidden  [B, S, H]
@@ -18,13 +20,14 @@ The same forward pass is trained, evaluated and traced into ONNX, so nothing in 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from bertship.config import EncoderConfig
 from bertship.errors import InputError
+from train.attention import MASK_BIAS, Sequences, attend, attend_apart, attention_bias
+from train.dropout import Dropout
 
-# Added to the attention scores of padding. Far below any real score, so that softmax gives an exact 0 in FP32, and
-# finite in FP16 (largest value 65,504), so that a row of padding alone gives numbers and no NaN.
-MASK_BIAS = -1e4
+__all__ = ["MASK_BIAS", "BertEncoder", "check_inputs", "check_length", "count_parameters", "init_weights"]
 
 
 class Embeddings(nn.Module):
@@ -37,40 +40,40 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.segment = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
-    def forward(self, ids_BS: Tensor, segments_BS: Tensor) -> Tensor:
-        # Looked up rather than sliced off the table: a slice would tie the traced S to the table's size.
-        positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-        x_BSH = self.word(ids_BS) + self.segment(segments_BS) + self.position(positions_S)
+    def forward(self, ids_BS: Tensor, segments_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        if positions_BS is None:
+            # Looked up rather than sliced off the table: a slice would tie the traced S to the table's size.
+            positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        x_BSH = self.word(ids_BS) + self.segment(segments_BS) + self.position(positions_BS)
         return self.dropout(self.norm(x_BSH))
 
 
 class SelfAttention(nn.Module):
-    """Every token gathers from every real token of its sequence (Vaswani et al. 2017, section 3.2)."""
+    """Every token gathers from every real token of its sequence (Vaswani et al. 2017, section 3.2).
+
+    `bias` is added to the scores: 0 for what is seen, MASK_BIAS for what is not (`train.attention.attention_bias`).
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.heads = config.num_attention_heads
         self.units = config.hidden_size // config.num_attention_heads
         self.weight_dropout = config.attention_probs_dropout_prob
+        self.causal = config.is_decoder
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_BSH: Tensor, bias_B11S: Tensor) -> Tensor:
-        q_BNSK = self._split_heads(self.query(x_BSH))
-        k_BNSK = self._split_heads(self.key(x_BSH))
-        v_BNSK = self._split_heads(self.value(x_BSH))
-        # softmax(q k^T / sqrt(K) + bias) v; the bias takes the type of q, which is bf16 under autocast
-        gathered_BNSK = F.scaled_dot_product_attention(
-            q_BNSK,
-            k_BNSK,
-            v_BNSK,
-            attn_mask=bias_B11S.to(q_BNSK.dtype),
-            dropout_p=self.weight_dropout if self.training else 0.0,
-        )
+    def forward(self, x_BSH: Tensor, bias: Tensor, where: Sequences | None = None) -> Tensor:
+        q_BSH, k_BSH, v_BSH = self.query(x_BSH), self.key(x_BSH), self.value(x_BSH)
+        dropout = self.weight_dropout if self.training else 0.0
+        if where is not None:
+            return self.output(attend_apart(q_BSH, k_BSH, v_BSH, self.heads, where, bias, self.causal, dropout))
+        q_BNSK, k_BNSK, v_BNSK = (self._split_heads(x) for x in (q_BSH, k_BSH, v_BSH))
+        gathered_BNSK = attend(q_BNSK, k_BNSK, v_BNSK, bias, dropout)
         gathered_BSH = gathered_BNSK.transpose(1, 2).flatten(2)
         return self.output(gathered_BSH)
 
@@ -101,51 +104,72 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x_BSH: Tensor, bias_B11S: Tensor) -> Tensor:
-        x_BSH = self.attention_norm(x_BSH + self.dropout(self.attention(x_BSH, bias_B11S)))
+    def forward(self, x_BSH: Tensor, bias: Tensor, where: Sequences | None = None) -> Tensor:
+        x_BSH = self.attention_norm(x_BSH + self.dropout(self.attention(x_BSH, bias, where)))
         return self.feed_forward_norm(x_BSH + self.dropout(self.feed_forward(x_BSH)))
 
 
 class BertEncoder(nn.Module):
     """Token ids to one vector a token and, with `pooler`, one a sequence (Devlin et al. 2019, section 3).
 
-    Weights start from `init_weights`; `train.checkpoint.load_model` brings a checkpoint's.
+    Weights start from `init_weights`; `train.checkpoint.load_model` brings a checkpoint's. With
+    `checkpoint_activations` a training pass keeps each block's input alone and computes the rest again when the
+    gradient needs it (Chen et al. 2016).
     """
 
     def __init__(self, config: EncoderConfig, pooler: bool = True) -> None:
         super().__init__()
         self.config = config
+        self.checkpoint_activations = False
         self.embeddings = Embeddings(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if pooler else None
         init_weights(self, config.initializer_range)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor,
+        where: Sequences | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Encode a batch.
 
         `input_ids`: int64 [B, S], below `vocab_size`; `attention_mask`: int64 [B, S], 1 for a token and 0 for
-        padding; `token_type_ids`: int64 [B, S], the segment.
+        padding; `token_type_ids`: int64 [B, S], the segment. With `where` they are rows [R, L] that the sequences
+        share.
 
-        Returns `hidden` [B, S, H], whose values at padding mean nothing, and `pooled` [B, H], tanh of a layer over
-        the first token ([CLS]), or None without a pooler. Both are floats of the parameters' type (under autocast
-        `pooled` has autocast's). A row of padding alone gives finite values and changes no other row.
+        Returns `hidden` [B, S, H] (or [R, L, H]), whose values at padding mean nothing, and `pooled` [B, H], tanh of
+        a layer over the first token ([CLS]), or None without a pooler. Left to right, the first token has seen
+        nothing, and the last one ([SEP]) is taken in its place. Both are floats of the parameters' type (under
+        autocast `pooled` has autocast's). A row of padding alone gives finite values and changes no other row.
         Raises InputError for what `check_inputs` finds.
         """
         if not torch.compiler.is_compiling():  # a graph has symbols for B and S; its runner checks their values
-            check_inputs(self.config, input_ids, attention_mask, token_type_ids)
-        hidden_BSH = self.embeddings(input_ids, token_type_ids)
-        padding_B11S = 1 - attention_mask[:, None, None, :]
-        bias_B11S = padding_B11S.to(hidden_BSH.dtype) * MASK_BIAS
+            longest = None if where is None else where.places.shape[1]
+            check_inputs(self.config, input_ids, attention_mask, token_type_ids, longest)
+        hidden_BSH = self.embeddings(input_ids, token_type_ids, None if where is None else where.positions)
+        real_BS = attention_mask if where is None else where.real
+        bias = attention_bias(real_BS, self.config.is_decoder, hidden_BSH.dtype)
         for block in self.blocks:
-            hidden_BSH = block(hidden_BSH, bias_B11S)
+            if self.checkpoint_activations and self.training:
+                hidden_BSH = checkpoint(block, hidden_BSH, bias, where, use_reentrant=False)
+            else:
+                hidden_BSH = block(hidden_BSH, bias, where)
         if self.pooler is None:
             return hidden_BSH, None
-        first_BH = hidden_BSH[:, 0]
-        return hidden_BSH, torch.tanh(self.pooler(first_BH))
+        return hidden_BSH, torch.tanh(self.pooler(self._summary(hidden_BSH, attention_mask, where)))
+
+    def _summary(self, hidden_BSH: Tensor, attention_mask: Tensor, where: Sequences | None) -> Tensor:
+        """The vector of each sequence's first token, [B, H], or of its last one where it is read left to right."""
+        if where is not None:
+            return hidden_BSH.flatten(0, 1).index_select(0, where.last if self.config.is_decoder else where.first)
+        if not self.config.is_decoder:
+            return hidden_BSH[:, 0]
+        last_B = (attention_mask.sum(1) - 1).clamp(min=0)
+        return hidden_BSH.gather(1, last_B[:, None, None].expand(-1, 1, hidden_BSH.shape[2]))[:, 0]
 
 
 def init_weights(module: nn.Module, standard_deviation: float) -> None:
@@ -167,10 +191,17 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def check_inputs(config: EncoderConfig, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> None:
+def check_inputs(
+    config: EncoderConfig,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    token_type_ids: Tensor,
+    longest: int | None = None,
+) -> None:
     """Refuse a batch that the encoder cannot take: all three int64 [B, S], 1 <= S <= `max_position_embeddings`.
 
-    Shapes and types alone: values would have to be fetched from the device. Raises InputError.
+    `longest`: tokens of the longest sequence where several share a row; S otherwise. Shapes and types alone: values
+    would have to be fetched from the device. Raises InputError.
     """
     named = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
     for name, tensor in named.items():
@@ -179,7 +210,7 @@ def check_inputs(config: EncoderConfig, input_ids: Tensor, attention_mask: Tenso
                 f"{name} is {tensor.dtype} {list(tensor.shape)}; the encoder takes int64 [batch, tokens], "
                 f"of one shape for {', '.join(named)}"
             )
-    check_length(config, input_ids.shape[1])
+    check_length(config, input_ids.shape[1] if longest is None else longest)
 
 
 def check_length(config: EncoderConfig, tokens: int) -> None:

@@ -16,10 +16,11 @@ def to_stderr(line: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int, report: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+def progress(what: str, total: int, report: Callable[[str], None], done: int = 0) -> Iterator[Callable[[str], None]]:
     """Yield `advance(facts)`, to be called once a step with what is worth showing (`loss 3.21, 9,000 tokens/s`).
 
-    On a terminal a bar shows rate and time left; otherwise `report` gets a line every LINE_EVERY_S seconds.
+    `done`: steps that an earlier run has made already; rate and time left are this run's. On a terminal a bar shows
+    them; otherwise `report` gets a line every LINE_EVERY_S seconds.
     """
     console = Console(stderr=True)
     if console.is_terminal:
@@ -34,7 +35,7 @@ def progress(what: str, total: int, report: Callable[[str], None]) -> Iterator[C
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(what, total=total, facts="", rate="")
+            task = bar.add_task(what, total=total, completed=done, facts="", rate="")
 
             def draw(facts: str) -> None:
                 speed = bar.tasks[0].speed
@@ -44,7 +45,7 @@ def progress(what: str, total: int, report: Callable[[str], None]) -> Iterator[C
         return
 
     started = last = time.monotonic()
-    done = 0
+    before = done
 
     def say(facts: str) -> None:
         nonlocal done, last
@@ -52,8 +53,8 @@ def progress(what: str, total: int, report: Callable[[str], None]) -> Iterator[C
         now = time.monotonic()
         if now - last >= LINE_EVERY_S:
             last = now
-            rate = done / (now - started)
-            report(f"{what} {done}/{total}: {facts}, {rate:.1f} steps/s, {(total - done) / rate:.0f} s left")
+            rate = (done - before) / (now - started)
+            report(f"{what} {done}/{total}: {facts}, {rate:.1f} steps/s, {_spoken((total - done) / rate)} left")
 
     yield say
 
@@ -106,3 +107,10 @@ def byte_progress(what: str, total: int, done: int, report: Callable[[str], None
             report(f"{what}{share}: {rate()}, {facts}" + (f", {max(left, 0):,.0f} s left" if total else ""))
 
     yield say
+
+
+def _spoken(seconds: float) -> str:
+    """A duration in the units that say most: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

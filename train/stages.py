@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bertship.artifacts import is_current, read_manifest
 from bertship.config import (
     CorpusConfig,
@@ -20,7 +22,9 @@ from bertship.tokenization import Tokenizer
 from train import corpus, finetune, pretrain
 from train.data import load_examples
 from train.evaluate import evaluate_run
+from train.heads import PretrainingModel
 from train.inputs import find_inputs
+from train.model import count_parameters
 from train.sources import fetch, hub_model
 
 Report = Callable[[str], None]
@@ -49,9 +53,18 @@ def make_corpus(
 
 
 def make_pretraining(
-    corpus_dir: Path, out: Path, preset: str, settings: Mapping[str, Any], report: Report, force: bool = False
+    corpus_dir: Path,
+    out: Path,
+    preset: str,
+    settings: Mapping[str, Any],
+    report: Report,
+    force: bool = False,
+    init: str = "",
 ) -> dict[str, Any]:
-    """A pre-training run of `preset` on a corpus directory; `settings` go over the preset's `[pretrain]` table."""
+    """A pre-training run of `preset` on a corpus directory; `settings` go over the preset's `[pretrain]` table.
+
+    `init`: a model directory, a run, `minilm` or a hub name whose training is continued; its sizes count then.
+    """
     tables = load_preset(preset)
     unknown = set(tables) - {"model", "pretrain"}
     if unknown:
@@ -59,9 +72,33 @@ def make_pretraining(
     vocab_size = read_manifest(corpus_dir, "corpus")["vocab_size"]
     model = parse(EncoderConfig, {"vocab_size": vocab_size, **tables.get("model", {})}, f"preset {preset}, [model]")
     config = parse(PretrainConfig, {**tables.get("pretrain", {}), **settings}, f"preset {preset}, [pretrain]")
-    if not force and is_current(out, pretrain.fingerprint_of(corpus_dir, model, config)):
+    start = find_init(init, out.parent.parent, preset, report)[0] if init else None
+    if not force and is_current(out, pretrain.fingerprint_of(corpus_dir, model, config, start)):
         return _reused(out, report)
-    return pretrain.pretrain(corpus_dir, out, model, config, report)
+    return pretrain.pretrain(corpus_dir, out, None if start else model, config, report, start, force)
+
+
+def count_preset(preset: str, vocab_size: int) -> dict[str, Any]:
+    """Parameters of a preset's model: `estimate` is V x H + L x 12 H^2, the others count every tensor.
+
+    `encoder` has the pooler, as the published counts do (base 109,482,240 and large 335,141,888 for V = 30,522);
+    `with_heads` adds those of pre-training.
+    """
+    table = load_preset(preset).get("model", {})
+    config = parse(EncoderConfig, {"vocab_size": vocab_size, **table}, f"preset {preset}, [model]")
+    with torch.device("meta"):  # counted without memory for them
+        model = PretrainingModel(config)
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    encoder = count_parameters(model.encoder)
+    pooler = hidden * (hidden + 1)
+    return {
+        "preset": preset,
+        "vocab_size": vocab_size,
+        "estimate": vocab_size * hidden + layers * 12 * hidden * hidden,
+        "encoder_without_pooler": encoder - pooler,
+        "encoder": encoder,
+        "with_heads": count_parameters(model),
+    }
 
 
 def find_init(init: str, runs: Path, preset: str, report: Report) -> tuple[Path, str]:

@@ -1,5 +1,6 @@
 """`demo`, and from documents and labels to a fine-tuned model."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,18 +74,31 @@ def pretrain(
     name: NameOption = "default",
     settings: SetOption = None,
     force: ForceOption = False,
+    init: InitOption = "",
     bring: BringOption = False,
 ) -> None:
-    """A BERT from scratch: runs/pretrain/NAME.
+    """A BERT from scratch, or from --init on: runs/pretrain/NAME.
 
-    Masked LM + next sentence prediction on a corpus, with a held-out evaluation before and after.
+    Masked LM + next sentence prediction on a corpus, with held-out evaluations. Interrupted, the same command goes on
+    from the last checkpoint. Under torchrun, one process a GPU.
     """
     source = runs / "corpus" / corpus_name
     if bring and not source.is_dir():
         load("train.stages:make_corpus")([], source, {}, report)
     out = runs / "pretrain" / name
-    manifest = load("train.stages:make_pretraining")(source, out, preset, parse_settings(settings), report, force)
-    show(manifest, [str(out), *metric_lines(manifest["metrics"])])
+    make_pretraining = load("train.stages:make_pretraining")
+    manifest = make_pretraining(source, out, preset, parse_settings(settings), report, force, init)
+    if os.environ.get("RANK", "0") == "0":  # torchrun's other processes have the same result
+        show(manifest, [str(out), *metric_lines(manifest["metrics"])])
+
+
+def params(
+    preset: Annotated[str, typer.Argument(help="A size (tiny, mini, ..., large), or a .toml file.")] = "base",
+    vocab_size: Annotated[int, typer.Option(help="Pieces of the vocabulary.")] = 30522,
+) -> None:
+    """How many parameters a preset has: the estimate V x H + L x 12 H^2, and the exact counts."""
+    counts = load("train.stages:count_preset")(preset, vocab_size)
+    show(counts, [f"{name:<24} {value:>15,}" for name, value in counts.items() if isinstance(value, int)])
 
 
 def finetune(
