@@ -16,6 +16,7 @@ NAME ?= default
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+PLAYGROUND_PORT ?= 8003
 REPOSITORY ?= model_repository
 PYTHON ?= python3
 # a CPU-only machine can be spared the CUDA libraries by PyTorch's own index of CPU wheels (see pytorch.org)
@@ -41,7 +42,7 @@ export ASK_QUESTION := $(value QUESTION)
 export ASK_CONTEXT := $(value CONTEXT)
 given = $(if $(filter command environment,$(firstword $(origin $(1)))),--$(2) "$$ASK_$(1)")
 
-.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask bench clean
+.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask bench playground clean
 
 help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
@@ -113,6 +114,10 @@ ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
 
 bench: setup ## Load TASK with perf_analyzer on real texts
 	@$(BERTSHIP) bench --task $(call quoted,$(TASK)) --repository $(call quoted,$(REPOSITORY)) --bring
+
+playground: setup ## A web page to try what is served
+	@ls $(REPOSITORY)/*_encode/1/model.onnx >/dev/null 2>&1 || $(MAKE) repository
+	@$(BERTSHIP) playground --repository $(call quoted,$(REPOSITORY)) --port $(PLAYGROUND_PORT) --bring
 
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bertship.commands import exporting, serving, training
+from bertship.commands import exporting, serving, tools, training
 from bertship.console import run
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ for _command in (
     serving.stop,
     serving.ask,
     serving.bench,
+    tools.playground,
 ):
     app.command()(_command)
 
