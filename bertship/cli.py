@@ -35,6 +35,7 @@ for _command in (
     serving.ask,
     serving.bench,
     tools.playground,
+    tools.doctor,
 ):
     app.command()(_command)
 

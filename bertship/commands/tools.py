@@ -11,6 +11,7 @@ import typer
 
 from bertship.commands.options import REPOSITORY, RUNS, URL, RepositoryOption, RunsOption
 from bertship.console import load, report, show
+from bertship.errors import CheckFailed
 
 
 def playground(
@@ -56,3 +57,17 @@ def playground(
             webbrowser.open(page.url)
         with contextlib.suppress(KeyboardInterrupt):  # how it is ended
             page.serve()
+
+
+def doctor(runs: RunsOption = RUNS) -> None:
+    """What this machine has of what the line needs.
+
+    What was found, what it enables, and what to type to get the rest; exits with 1 where something is missing.
+    """
+    from bertship.doctor import examine, lines, ready, result
+
+    checks = examine(runs)
+    show(result(checks), lines(checks))
+    if not ready(checks):
+        missing = ", ".join(check.name for check in checks if check.status == "missing")
+        raise CheckFailed(f"the line cannot run here: {missing} missing; what to type is said above")
