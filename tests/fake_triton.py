@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 
@@ -37,6 +38,7 @@ class FakeTriton:
             def do_GET(self) -> None:
                 fake.seen.append(f"GET {self.path}")
                 name, _, what = self.path.removeprefix("/v2/models/").partition("/")
+                name = unquote(name)
                 self.say(*fake.config(name) if what else fake.metadata(name))
 
             def do_POST(self) -> None:
@@ -46,7 +48,7 @@ class FakeTriton:
                     ready = [{"name": n, "version": m.version, "state": "READY"} for n, m in fake.models.items()]
                     self.say(fake.index_status, ready if fake.index_status == 200 else {"error": "closed"})
                     return
-                name = self.path.removeprefix("/v2/models/").removesuffix("/infer")
+                name = unquote(self.path.removeprefix("/v2/models/").removesuffix("/infer"))
                 if name not in fake.models:
                     self.say(404, {"error": f"unknown model {name}"})
                     return

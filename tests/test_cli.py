@@ -26,6 +26,8 @@ COMMANDS = [
     "ask",
     "predict",
     "bench",
+    "playground",
+    "doctor",
 ]
 
 

@@ -143,11 +143,35 @@ def test_this_machine(bertship, tmp_path):
 def core_alone(tmp_path):
     """A folder with the core, as the wheel holds it, and what it depends on; nothing else is importable."""
     packages = Path(sysconfig.get_paths()["purelib"])
-    names = (
-        "annotated_doc annotated_types click google grpc gevent geventhttpclient greenlet markdown_it mdurl numpy "
-        "numpy.libs pydantic pydantic_core pygments rich rapidjson shellingham tokenizers tritonclient typer "
-        "typing_inspection zope brotli certifi urllib3 aiohttp"
-    ).split()
+    names = [
+        "annotated_doc",
+        "annotated_types",
+        "click",
+        "google",
+        "grpc",
+        "gevent",
+        "geventhttpclient",
+        "greenlet",
+        "markdown_it",
+        "mdurl",
+        "numpy",
+        "numpy.libs",
+        "pydantic",
+        "pydantic_core",
+        "pygments",
+        "rich",
+        "rapidjson",
+        "shellingham",
+        "tokenizers",
+        "tritonclient",
+        "typer",
+        "typing_inspection",
+        "zope",
+        "brotli",
+        "certifi",
+        "urllib3",
+        "aiohttp",
+    ]
     for name in names:
         if (packages / name).exists():
             (tmp_path / name).symlink_to(packages / name)

@@ -11,6 +11,7 @@ import pytest
 from fake_triton import FakeTriton, Model, labelled
 
 from bertship.errors import InputError, ServerUnavailable
+from bertship.pipeline import encode, from_export
 from bertship.tasks import TASKS, get_task
 from serving.playground import Playground, Served
 from serving.playground.server import MAX_BYTES, PAGE
@@ -82,7 +83,9 @@ def test_an_answer_is_what_triton_answers(line):
         status, headers, reply = request(page, "POST", "/api/infer/sst2", QUESTION, **JSON)
         assert (status, reply) == (200, json.loads(served.infer("sst2", body).body))
         assert float(headers["Server-Timing"].removeprefix("triton;dur=")) > 0
-        assert request(page, "POST", "/api/rows/sst2", QUESTION, **JSON)[2] == {"rows": 1, "tokens": 9}
+        pipeline = from_export(line.runs / "export" / "sst2")
+        tokens = len(encode(pipeline.task, pipeline.tokenizer, {"TEXT": QUESTION["inputs"][0]["data"]}).rows[0])
+        assert request(page, "POST", "/api/rows/sst2", QUESTION, **JSON)[2] == {"rows": 1, "tokens": tokens}
         long = {"name": "CONTEXT", "shape": [1], "datatype": "BYTES", "data": ["It was warm. " * 400]}
         asked = {"inputs": [{**long, "name": "QUESTION", "data": ["Where?"]}, long], "parameters": {"top_k": 2}}
         rows = request(page, "POST", "/api/rows/squad", asked, **JSON)[2]
@@ -175,7 +178,9 @@ def test_a_fault_of_ours_is_said_and_ends_nothing(page, monkeypatch):
     assert request(page, "GET", "/api/tasks")[0] == 200
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "grpc://127.0.0.1:8001", "http://host", "http://a:b", "http://a:1/x"])
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8000", "grpc://127.0.0.1:8001", "http://host", "http://a:b", "http://a:1/x"]
+)
 def test_an_address_that_is_none(url):
     with pytest.raises(InputError, match="http://HOST:PORT is needed"):
         Served(url)

@@ -26,10 +26,15 @@ CHROMIUM = os.environ.get("BERTSHIP_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium (Debian: install chromium)")
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 DESK, PHONE = {"width": 1320, "height": 900}, {"width": 360, "height": 740}
 ASK = {
     "sst2": {"TEXT": "a lovely film about the river"},
@@ -38,11 +43,13 @@ ASK = {
     "stsb": {"TEXT": "a lovely day", "TEXT_PAIR": "a bright day"},
     "squad": {
         "QUESTION": "Where did Felix go?",
-        "CONTEXT": "😀 naïve 日本 👩‍👩‍👧 It was warm.\nFelix went to the castle today. It was lovely there.",
+        "CONTEXT": "😀👍🏽 Felix went to the castle today 👩‍👩‍👧.\nIt was lovely. Felix went to the castle today.",
     },
     "ner": {"TEXT": "😀👍🏽 It was gentle there .\nClara went to Old river . Bruno went to Old castle ."},
 }
-HOSTILE = "</textarea><img src=x onerror=alert(1)><script>alert(2)</script>&amp; 'quote' \"two\" `ls` $(id) \\n\nJSON\n😀"
+HOSTILE = (
+    "</textarea><img src=x onerror=alert(1)><script>alert(2)</script>&amp; 'quote' \"two\" `ls` $(id) \\n\nJSON\n😀"
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +104,18 @@ def client(line):
 def ask(page, texts, parameters=None):
     """Type, send, and wait until the answer to exactly this is there."""
     for name, text in texts.items():
-        page.locator(f"textarea[name={name}]").fill(text)
+        if len(text) < 10_000:
+            page.locator(f"textarea[name={name}]").fill(text)
+        else:  # pasted, as a person would
+            page.evaluate("(text) => navigator.clipboard.writeText(text)", text)
+            page.locator(f"textarea[name={name}]").focus()
+            page.keyboard.press("Control+a")
+            page.keyboard.press("Control+v")
     if parameters is not None:
         page.locator("#parameters").evaluate("(input) => (input.closest('details').open = true)")
         page.locator("#parameters").fill(parameters)
     page.keyboard.press("Control+Enter")
-    expect(page.locator("#answer:not(.stale):not(.busy)")).to_be_visible()
+    expect(page.locator("#answer:not(.stale):not(.busy)")).to_be_visible(timeout=60_000)
     expect(page.locator("#facts .windows:not(:empty), #answer.failed")).to_have_count(1)
 
 
@@ -133,13 +146,15 @@ def test_every_task_answers(playground, open_page, client, task, scheme):
     if "LABEL" in answer:
         assert shown == answer["LABEL"]
         bars = page.locator(".bars li")
-        shares = dict(zip(bars.locator(".label").all_inner_texts(), bars.locator("output").all_inner_texts(), strict=True))
+        shares = dict(
+            zip(bars.locator(".label").all_inner_texts(), bars.locator("output").all_inner_texts(), strict=True)
+        )
         assert len(shares) == len(answer["PROBABILITIES"])
         assert shares[answer["LABEL"]] == f"{100 * max(answer['PROBABILITIES']):.1f}%"
         widest = max(bars.all(), key=lambda bar: bar.locator("i").bounding_box()["width"])
         assert widest.locator(".label").inner_text() == answer["LABEL"]
     elif "ANSWER" in answer:
-        assert shown == answer["ANSWER"] == "castle"
+        assert shown == answer["ANSWER"]
     elif "ENTITIES" in answer:
         assert shown == f"{len(answer['ENTITIES'])} entities"
     else:
@@ -172,7 +187,8 @@ def test_the_highlight_is_the_span_in_code_points(playground, open_page, client)
     ask(page, ASK["squad"])
     answer = client.ask("squad", {"top_k": 5}, **ASK["squad"])
     candidates = answer["CANDIDATES"]
-    assert code_points_before(page, "mark") == [answer["START"], "castle"]
+    assert code_points_before(page, "mark") == [answer["START"], answer["ANSWER"]]
+    assert all(candidate["start"] > 1 for candidate in candidates)  # behind characters of two UTF-16 units
     assert page.locator(".document").evaluate("(node) => node.textContent") == ASK["squad"]["CONTEXT"]
     rows = page.locator(".candidate")
     assert rows.locator(".text").all_inner_texts() == [" ".join(c["answer"].split()) for c in candidates]
@@ -303,9 +319,7 @@ def test_with_the_keyboard_alone(playground, open_page):
     page.keyboard.press("Tab")
     assert focused() == "Skip to the question"
     page.keyboard.press("Enter")
-    page.keyboard.press("Tab")
-    while page.evaluate("document.activeElement.tagName") != "TEXTAREA":
-        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.name") == "TEXT"
     page.keyboard.press("Control+a")
     page.keyboard.type("an awful film")
     seen = []
@@ -370,7 +384,7 @@ CONTRAST = """() => {
         for (const colour of chain) under = css(rgb(colour, under));
         const [a, b] = [light(rgb(getComputedStyle(node).color, under)), light(rgb(under, under))];
         const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-        if (ratio < 4.5) low.push(`${node.className || node.tagName} ${node.textContent.slice(0, 20)} ${ratio.toFixed(2)}`);
+        if (ratio < 4.5) low.push([node.className || node.tagName, node.textContent.slice(0, 20), ratio]);
     }
     return low;
 }"""
@@ -437,14 +451,15 @@ def test_hostile_texts_and_labels_stay_text(open_page):
 
 def test_label_names_are_learnt_from_answers(open_page):
     """A server tells the name of the best label alone; without its repository the page learns them one by one."""
-    mood = labelled(["bad", "good", "so-so"], lambda text: 1 if "good" in text else 0)
+    mood = labelled(["bad", "good", "so-so"], lambda text: {"good": 1, "poor": 0}.get(text, 2))
     with FakeTriton({"mood": mood}).run() as fake, Playground(Served(fake.url), port=0) as made:
         page = open_page(made.start())
         labels = page.locator(".bars .label")
+        expect(labels).to_have_text(["label 1", "label 2", "so-so"])
         page.locator("textarea").fill("good")
-        expect(labels).to_have_text(["label 1", "good", "label 3"])
+        expect(labels).to_have_text(["label 1", "good", "so-so"])
         page.locator("textarea").fill("poor")
-        expect(labels).to_have_text(["bad", "good", "label 3"])
+        expect(labels).to_have_text(["bad", "good", "so-so"])
 
 
 def test_many_labels_choices_and_unknown_tensors(open_page):
@@ -487,17 +502,18 @@ def test_a_late_answer_does_not_overtake(open_page):
             released.wait(20)
         return int(text == "slow")
 
-    with FakeTriton({"mood": labelled(["fast", "slow"], choose)}).run() as fake:
-        with Playground(Served(fake.url), port=0) as made:
-            page = open_page(made.start())
-            expect(page.locator("#result strong")).to_have_text("fast")
-            page.locator("textarea").fill("slow")
-            expect(page.locator("#answer.busy")).to_be_visible()
-            page.locator("textarea").fill("quick")
-            expect(page.locator("#answer:not(.stale)")).to_be_visible()
-            released.set()
-            page.wait_for_timeout(300)
-            expect(page.locator("#result strong")).to_have_text("fast")
+    mood = {"mood": labelled(["fast", "slow"], choose)}
+    with FakeTriton(mood).run() as fake, Playground(Served(fake.url), port=0) as made:
+        page = open_page(made.start())
+        expect(page.locator("#result strong")).to_have_text("fast")
+        page.locator("textarea").fill("slow")
+        expect(page.locator("#answer.busy")).to_be_visible()
+        expect(page.locator("#answer")).to_have_attribute("aria-busy", "true")
+        page.locator("textarea").fill("quick")
+        expect(page.locator("#answer:not(.stale)")).to_be_visible()
+        released.set()
+        page.wait_for_timeout(300)
+        expect(page.locator("#result strong")).to_have_text("fast")
 
 
 def test_a_server_that_is_gone_and_comes_back(open_page):

@@ -5,6 +5,7 @@ import { curl, parseParameters, pythonCode, requestBody, shorten } from "./reque
 import { Points, count, el, milliseconds } from "./text.js";
 
 const LIVE_LENGTH = 2000; // UTF-16 units up to which an answer comes while one types
+const LONG_PASTE = 10_000; // UTF-16 units
 const PAUSE_MS = 220;
 const WORDS = {
   TEXT: "Text",
@@ -82,7 +83,7 @@ function choose() {
   } catch {
     // a broken address names no task
   }
-  const task = page.tasks.find(({ name }) => name === wanted) ?? page.tasks[0];
+  const task = page.tasks.find(({ name }) => name === wanted) ?? page.task ?? page.tasks[0];
   const changed = page.task?.name !== task.name;
   page.task = task;
   for (const link of $("tasks").children) {
@@ -125,12 +126,21 @@ function field({ name, shape }, index) {
   area.className = long ? "long" : "";
   const size = el("span", { className: "size" });
   const measure = () => {
+    area.classList.toggle("huge", area.value.length > LONG_PASTE);
     size.textContent = area.value ? count(new Points(area.value).length, "character") : "";
   };
   area.addEventListener("input", () => {
     draft.values[name] = area.value;
     measure();
     changed();
+  });
+  area.addEventListener("paste", (event) => {
+    const text = event.clipboardData.getData("text/plain");
+    if (text.length < LONG_PASTE) return;
+    // Chromium's own way takes seconds a key from then on where the text has characters of several fonts
+    event.preventDefault();
+    area.setRangeText(text.replace(/\r\n?/g, "\n"), area.selectionStart, area.selectionEnd, "end");
+    area.dispatchEvent(new Event("input"));
   });
   if (!long) {
     area.addEventListener("keydown", (event) => {
@@ -233,7 +243,7 @@ async function ask() {
   }
   const body = JSON.stringify(requestBody(task, given, parameters));
   const options = { method: "POST", headers: { "Content-Type": "application/json" }, body, signal: asking.signal };
-  const slow = setTimeout(() => $("answer").classList.add("busy"), 150);
+  const slow = setTimeout(() => waiting(task, options, mine), 300);
   try {
     const response = await fetch(`api/infer/${encodeURIComponent(task.name)}`, options);
     const text = await response.text();
@@ -252,7 +262,10 @@ async function ask() {
     if (mine === page.sequence) refused("", error instanceof TypeError ? "The playground itself has ended. Start it again with `make playground`." : error.message);
   } finally {
     clearTimeout(slow);
-    if (mine === page.sequence) $("answer").classList.remove("busy");
+    if (mine === page.sequence) {
+      $("answer").classList.remove("busy");
+      $("answer").removeAttribute("aria-busy");
+    }
   }
 }
 
@@ -282,17 +295,30 @@ function answered(task, reply, given, response) {
   code();
 }
 
+/** An answer that takes its time: say that it comes, and from how much. */
+async function waiting(task, options, mine) {
+  $("answer").classList.add("busy", "stale");
+  $("answer").setAttribute("aria-busy", "true");
+  const size = await windows(task, options);
+  if (mine === page.sequence && $("answer").classList.contains("busy") && size) {
+    $("facts").replaceChildren(el("span", { className: "latency" }, `reading ${size} …`));
+  }
+}
+
 /** How many windows the answer took: counted apart, so that it does not keep the answer waiting. */
 async function rows(task, options, mine) {
+  const size = await windows(task, options);
+  if (mine === page.sequence && size) $("facts").querySelector(".windows").textContent = size;
+}
+
+/** "12 windows, 4,312 tokens"; null where the server does not tell: the answer stands without it. */
+async function windows(task, options) {
   try {
     const response = await fetch(`api/rows/${encodeURIComponent(task.name)}`, options);
-    const { rows: windows, tokens } = await response.json();
-    const place = $("facts").querySelector(".windows");
-    if (mine === page.sequence && place && windows !== null && windows !== undefined) {
-      place.textContent = `${count(windows, "window")}, ${count(tokens, "token")}`;
-    }
+    const { rows: number, tokens } = await response.json();
+    return number ? `${count(number, "window")}, ${count(tokens, "token")}` : null;
   } catch {
-    // the answer stands without it
+    return null;
   }
 }
 
@@ -409,6 +435,10 @@ document.addEventListener("keydown", (event) => {
 $("parameters").addEventListener("input", () => {
   page.drafts.get(page.task.name).parameters = $("parameters").value;
   changed();
+});
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address names the task
+  $("fields").querySelector("textarea")?.focus();
 });
 $("example").addEventListener("click", fillExample);
 $("clear").addEventListener("click", () => {
