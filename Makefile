@@ -42,7 +42,7 @@ export ASK_QUESTION := $(value QUESTION)
 export ASK_CONTEXT := $(value CONTEXT)
 given = $(if $(filter command environment,$(firstword $(origin $(1)))),--$(2) "$$ASK_$(1)")
 
-.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask bench playground clean
+.PHONY: help setup demo test lint corpus pretrain finetune evaluate export repository serve stop ask bench playground docs clean
 
 help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
@@ -68,7 +68,7 @@ $(RUN_STAMP): $(PINS) pyproject.toml .venv/.made
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)
-	@{ $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve,dev,rtx]'; } >.venv/setup.log 2>&1 || \
+	@{ $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve,dev,docs,rtx]'; } >.venv/setup.log 2>&1 || \
 	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2 || true; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
 	@touch $@
 
@@ -118,6 +118,10 @@ bench: setup ## Load TASK with perf_analyzer on real texts
 playground: setup ## A web page to try what is served
 	@ls $(REPOSITORY)/*_encode/1/model.onnx >/dev/null 2>&1 || $(MAKE) repository
 	@$(BERTSHIP) playground --repository $(call quoted,$(REPOSITORY)) --port $(PLAYGROUND_PORT) --bring
+
+docs: $(DEV_STAMP) ## The documentation as a site, in build/site
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi
