@@ -31,7 +31,6 @@ PYTHON = {
     "TritonServer": "serving.server",
 }
 FILES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-_OPENING = "<!-- made from the code by docs/hooks.py -->\n"
 
 
 def on_config(config: Any) -> Any:
@@ -43,8 +42,8 @@ def on_config(config: Any) -> Any:
         for entry in entries:
             if isinstance(entry, dict):
                 ((title, inner),) = entry.items()
-                if pages := list(kept(inner)):
-                    yield {title: pages}
+                if pages := list(kept([inner] if isinstance(inner, str) else inner)):
+                    yield {title: pages[0] if isinstance(inner, str) else pages}
             elif entry in there:
                 named.add(entry)
                 yield entry
@@ -109,7 +108,6 @@ def commands() -> str:
 
     group = typer.main.get_command(app)
     lines = [
-        _OPENING,
         "# Commands\n",
         "Results go to stdout and progress to stderr. `--json` prints the result as one JSON object and `--debug` a "
         "traceback with an error; both may stand anywhere. Exit codes: 0 done, 1 a check failed or a server could not "
@@ -182,7 +180,6 @@ def configuration() -> str:
     ]
     tables = _tables()
     lines = [
-        _OPENING,
         "# Configuration\n",
         "A preset is a TOML file with the tables below; a file of your own may name any subset of the fields and is "
         "given where a preset's name is. `--set FIELD=VALUE` changes one field of a command's own table. An unknown "
@@ -264,7 +261,6 @@ def python() -> str:
     """The public names with their signatures and docstrings."""
     errors = importlib.import_module("bertship.errors")
     lines = [
-        _OPENING,
         "# Python\n",
         "`from bertship import Client` needs the package alone; what is marked as of a stage runs from a checkout.\n",
     ]
@@ -283,7 +279,7 @@ def python() -> str:
                     or not inspect.getdoc(value)
                 ):
                     continue
-                lines += [f"### {name}.{member}\n", *_described(member, value)]
+                lines += [f"### {name}.{member}\n".replace("__", "\\_\\_"), *_described(member, value)]
     return "\n".join([*lines, "## Errors\n", "`bertship.errors`\n", f"```text\n{inspect.getdoc(errors)}\n```\n"])
 
 
@@ -296,6 +292,8 @@ def _described(name: str, thing: Any) -> list[str]:
         signature = str(inspect.signature(function)).replace("'", '"')
     except (TypeError, ValueError):
         signature = "(...)"
+    if inspect.isclass(thing):
+        signature = signature.removesuffix(" -> None")
     prefix = "class " if inspect.isclass(thing) else "async def " if inspect.iscoroutinefunction(function) else "def "
     # a line a parameter, where one line is too long
     if len(signature) > 80:
