@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -23,14 +24,27 @@ import typer
 from bertship import cli
 from bertship.config import FinetuneConfig, PretrainConfig
 from bertship.tasks import get_task
-from serving.server import _checked_ports
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 # what other tests run, and this one would need minutes for
 ELSEWHERE = {"make demo": "test_demo.py", "make docs": "here, in test_the_site_builds"}
-LANGUAGES = {"bash", "python", "toml", "csv", "json", "jsonl", "yaml", "text", "tsv", "dockerfile", "ini", "console"}
+LANGUAGES = {
+    "",
+    "bash",
+    "python",
+    "toml",
+    "csv",
+    "json",
+    "jsonl",
+    "yaml",
+    "text",
+    "tsv",
+    "dockerfile",
+    "ini",
+    "console",
+}
 
 
 @dataclass(frozen=True)
@@ -337,10 +351,19 @@ def until_it_serves(command, clone, environment, block):
     return line
 
 
+def free_ports(number):
+    """Ports that are free now, held together until all are known."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for held in sockets:
+            held.bind(("127.0.0.1", 0))
+        return [held.getsockname()[1] for held in sockets]
+
+
 @pytest.fixture
 def environment(tmp_path, warm_start):
     """A small warm start, free ports, and programs of the project on PATH; the ports too."""
-    ports = _checked_ports("127.0.0.1", (0, 0, 0))
+    ports = free_ports(3)
     names = ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")
     variables = {
         **os.environ,
@@ -391,7 +414,7 @@ def test_commands_of_troubleshooting(clone, environment, line):
     for folder in ("finetune/sst2", "export/sst2"):
         shutil.copytree(line.runs / folder, clone / "runs" / folder)
     shutil.copytree(line.repository, clone / "model_repository", dirs_exist_ok=True)
-    free = _checked_ports("127.0.0.1", (0, 0, 0))
+    free = free_ports(3)
     for block in blocks("troubleshooting.md"):
         code = block.code
         for usual, port in zip((18000, 18001, 18002), free, strict=True):
