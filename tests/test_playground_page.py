@@ -52,6 +52,34 @@ HOSTILE = (
 )
 
 
+# what has a contrast below 4.5 to 1 (WCAG 2.2, 1.4.3)
+CONTRAST = """() => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const rgb = (colour, under) => {
+        canvas.fillStyle = under; canvas.fillRect(0, 0, 1, 1);
+        canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const css = (c) => `rgb(${c.join(" ")})`;
+    const light = (c) => c.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const low = [];
+    for (const node of document.querySelectorAll("body *")) {
+        const words = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+        const box = node.getBoundingClientRect();
+        if (!words || !node.offsetParent || box.width < 2 || node.closest(".unseen, noscript")) continue;
+        const chain = [];
+        for (let n = node; n; n = n.parentElement) chain.unshift(getComputedStyle(n).backgroundColor);
+        let under = "rgb(255 255 255)";
+        for (const colour of chain) under = css(rgb(colour, under));
+        const [a, b] = [light(rgb(getComputedStyle(node).color, under)), light(rgb(under, under))];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (ratio < 4.5) low.push([node.className || node.tagName, node.textContent.slice(0, 20), ratio]);
+    }
+    return low;
+}"""
+
+
 @pytest.fixture(scope="module")
 def chromium():
     with sync_api.sync_playwright() as playwright:
@@ -84,7 +112,7 @@ def open_page(chromium, request):
     name = re.sub(r"[^\w.-]+", "-", request.node.name)
     for number, context in enumerate(contexts):
         for page in context.pages:
-            page.screenshot(path=SHOTS / f"{name}{f'-{number}' if number else ''}.png", full_page=True)
+            page.screenshot(path=SHOTS / f"{name}{f'-{number}' if number else ''}.png", full_page=True, timeout=60_000)
         context.close()
     assert complaints == []
 
@@ -124,6 +152,7 @@ def code_points_before(page, selector):
     return page.locator(selector).first.evaluate(
         """(mark) => {
             const text = (node) => {
+                if (node.nodeType === Node.TEXT_NODE) return node.textContent;
                 const copy = node.cloneNode(true);
                 for (const extra of copy.querySelectorAll("small")) extra.remove();
                 return copy.textContent;
@@ -161,6 +190,7 @@ def test_every_task_answers(playground, open_page, client, task, scheme):
         assert shown == f"{answer['SCORE']:.3f}"
     facts = page.locator("#facts").inner_text()
     assert re.search(r"\d ms", facts) and "version 1" in facts and re.search(r"1 window, \d+ tokens", facts)
+    assert page.evaluate(CONTRAST) == []
 
 
 def test_the_answer_comes_while_one_types(playground, open_page, client):
@@ -246,12 +276,13 @@ def test_a_long_document_stays_usable(playground, open_page, client):
     expect(page.locator(".size").last).to_have_text(f"{len(context) + 10:,} characters")
 
 
-def test_a_file_becomes_the_document(playground, open_page, tmp_path):
+def test_a_file_becomes_the_document(playground, open_page, client, tmp_path):
     (tmp_path / "story.txt").write_text("Anna went to the market today.", encoding="utf-8")
     page = open_page(playground, "squad")
     page.locator("textarea[name=QUESTION]").fill("Where did Anna go?")
     page.locator("input[type=file]").set_input_files(tmp_path / "story.txt")
-    expect(page.locator("#result strong")).to_have_text("market")
+    asked = {"QUESTION": "Where did Anna go?", "CONTEXT": "Anna went to the market today."}
+    expect(page.locator("#result strong")).to_have_text(client.ask("squad", **asked)["ANSWER"])
     expect(page.locator("textarea[name=CONTEXT]")).to_have_value("Anna went to the market today.")
 
 
@@ -299,7 +330,7 @@ def test_the_code_does_what_the_page_does(playground, open_page, task):
 
 def test_long_texts_are_copied_whole(playground, open_page):
     page = open_page(playground, "sst2")
-    text = "😀 word " * 20_000  # more than one argument of a command may be long
+    text = "😀 " + "word " * 30_000  # more than one argument of a command may be long
     ask(page, {"TEXT": text})
     page.get_by_role("button", name="Copy").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
@@ -342,7 +373,7 @@ def test_with_the_keyboard_alone(playground, open_page):
 def test_another_task_keeps_what_was_typed(playground, open_page):
     page = open_page(playground, "sst2")
     ask(page, {"TEXT": "an awful film"})
-    page.locator("nav a", has_text="ner").click()
+    page.locator("nav a[data-task=ner]").click()
     expect(page.locator("h1")).to_have_text("ner")
     expect(page.locator("#result")).to_contain_text("entit")
     page.go_back()
@@ -363,41 +394,10 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(playground, open_page, task
     assert small == []
 
 
-CONTRAST = """() => {
-    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    const rgb = (colour, under) => {
-        canvas.fillStyle = under; canvas.fillRect(0, 0, 1, 1);
-        canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-    };
-    const css = (c) => `rgb(${c.join(" ")})`;
-    const light = (c) => c.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-    const low = [];
-    for (const node of document.querySelectorAll("body *")) {
-        const words = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
-        const box = node.getBoundingClientRect();
-        if (!words || !node.offsetParent || box.width < 2 || node.closest(".unseen, noscript")) continue;
-        const chain = [];
-        for (let n = node; n; n = n.parentElement) chain.unshift(getComputedStyle(n).backgroundColor);
-        let under = "rgb(255 255 255)";
-        for (const colour of chain) under = css(rgb(colour, under));
-        const [a, b] = [light(rgb(getComputedStyle(node).color, under)), light(rgb(under, under))];
-        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-        if (ratio < 4.5) low.push([node.className || node.tagName, node.textContent.slice(0, 20), ratio]);
-    }
-    return low;
-}"""
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("task", ["squad", "ner", "sst2", "stsb"])
-def test_every_text_can_be_read(playground, open_page, task, scheme):
-    """Contrast of at least 4.5 to 1 (WCAG 2.2, 1.4.3), answers and errors included."""
-    page = open_page(playground, task, scheme)
-    ask(page, ASK[task])
-    assert page.evaluate(CONTRAST) == []
-    ask(page, {}, "nonsense=1")
+def test_errors_can_be_read(playground, open_page, scheme):
+    page = open_page(playground, "squad", scheme)
+    ask(page, ASK["squad"], "nonsense=1")
     expect(page.get_by_role("alert")).to_be_visible()
     assert page.evaluate(CONTRAST) == []
 
@@ -441,7 +441,7 @@ def test_hostile_texts_and_labels_stay_text(open_page):
         field.fill(HOSTILE)
         expect(page.locator("#result strong")).to_have_text(HOSTILE)
         for task, place in (("b", "mark small"), ("c", "[role=alert] code")):
-            page.locator("nav a", has_text=task).last.click()
+            page.locator(f"nav a[data-task={task}]").click()
             expect(page.locator("h1")).to_have_text(task)
             field.fill(HOSTILE)
             expect(page.locator(place)).to_contain_text(HOSTILE)
@@ -486,11 +486,11 @@ def test_many_labels_choices_and_unknown_tensors(open_page):
         expect(page.locator(".bars:visible li")).to_have_count(8)
         page.get_by_text("32 more").click()
         expect(page.locator(".bars:visible li")).to_have_count(40)
-        page.locator("nav a", has_text="swag").click()
+        page.locator("nav a[data-task=swag]").click()
         page.locator("textarea[name=CHOICES]").fill("one\ntwo\nthree")
         expect(page.locator("#result strong")).to_have_text("three")
         expect(page.locator(".bars .label")).to_have_text(["one", "two", "three"])
-        page.locator("nav a", has_text="vector").click()
+        page.locator("nav a[data-task=vector]").click()
         expect(page.locator(".tensors td")).to_have_text("[0.5,1,2]")
 
 
