@@ -17,6 +17,7 @@ GPUS ?=
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+PLAYGROUND_PORT ?= 8003
 REPOSITORY ?= model_repository
 CONTAINER ?=
 PYTHON ?= python3
@@ -45,7 +46,8 @@ export ASK_QUESTION := $(value QUESTION)
 export ASK_CONTEXT := $(value CONTEXT)
 given = $(if $(filter command environment,$(firstword $(origin $(1)))),--$(2) "$$ASK_$(1)")
 
-.PHONY: help setup demo test lint corpus pretrain ablation finetune evaluate export repository serve stop ask bench plan gpu-check clean
+.PHONY: help setup demo test lint corpus pretrain ablation finetune evaluate export repository serve stop ask bench \
+  playground plan gpu-check docs clean
 
 help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
@@ -71,7 +73,7 @@ $(RUN_STAMP): $(PINS) pyproject.toml .venv/.made
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)
-	@{ $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve,hub,scale,dev,rtx]'; } >.venv/setup.log 2>&1 || \
+	@{ $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve,hub,scale,dev,docs,rtx]'; } >.venv/setup.log 2>&1 || \
 	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2 || true; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
 	@touch $@
 
@@ -131,6 +133,13 @@ plan: $(if $(CONTAINER),,$(RUN_STAMP)) ## TASK's TensorRT plan, on the GPU's mac
 
 gpu-check: $(if $(CONTAINER),,$(RUN_STAMP)) ## What only a GPU can show, in at most 8 minutes (CONTAINER=image)
 	@$(if $(CONTAINER),GPU_RUNTIME=1 export/container.sh $(call quoted,$(CONTAINER)) train$(comma)export$(comma)serve python3,.venv/bin/python) -m benchmarks.gpu_check --export runs/export/$(call quoted,$(basename $(notdir $(TASK))))
+playground: setup ## A web page to try what is served
+	@ls $(REPOSITORY)/*_encode/1/model.onnx >/dev/null 2>&1 || $(MAKE) repository
+	@$(BERTSHIP) playground --repository $(call quoted,$(REPOSITORY)) --port $(PLAYGROUND_PORT) --bring
+
+docs: $(DEV_STAMP) ## The documentation as a site, in build/site
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@if [ -x $(BERTSHIP) ]; then $(BERTSHIP) stop >/dev/null || true; fi

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bertship.commands import exporting, serving, training
+from bertship.commands import exporting, serving, tools, training
 from bertship.console import run
 
 app = typer.Typer(
@@ -39,6 +39,8 @@ for _command in (
     serving.stop,
     serving.ask,
     serving.bench,
+    tools.playground,
+    tools.doctor,
 ):
     app.command()(_command)
 

@@ -29,6 +29,8 @@ COMMANDS = [
     "ask",
     "predict",
     "bench",
+    "playground",
+    "doctor",
 ]
 
 
