@@ -29,6 +29,7 @@ for _command in (
     training.evaluate,
     exporting.export,
     exporting.predict,
+    exporting.bench_engine,
     serving.repository,
     serving.serve,
     serving.stop,
