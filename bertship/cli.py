@@ -32,6 +32,7 @@ for _command in (
     exporting.parity,
     exporting.plan,
     exporting.predict,
+    exporting.bench_engine,
     serving.repository,
     serving.serve,
     serving.health,

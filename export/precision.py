@@ -1,101 +1,53 @@
 """Precision lives in the graph: FP16 and INT8 are rewritten from the FP32 graph, with FP32 inputs and outputs."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
-from onnx import numpy_helper
 
+from bertship.tokenization import Row
 from export.fp16 import to_fp16
+from export.int8 import Recipe
+from export.int8_recipe import choose, rewritten
 from export.onnx_graph import check_graph
 from export.qdq import to_int8_qdq
 
-FLOAT = onnx.TensorProto.FLOAT
-NARROWEST_INT8 = 32  # columns: a head of few labels has little to gain and most to lose
+CPUINFO = Path("/proc/cpuinfo")
+RECIPE = "bertship.int8"  # the key of an INT8 graph's own description
 
 
-def to_int8(source: Path, target: Path) -> None:
-    """Weights in INT8, one scale a column; activations too, one scale a token, found as they come.
+def to_int8(source: Path, target: Path, rows: Sequence[Row] = ()) -> None:
+    """Weights and activations in INT8 as `export.int8` has them; FP32 in and out.
 
-    A scale a tensor, which `quantize_dynamic` gives, would follow the largest value of any token: that of [SEP] costs
-    all others their precision, and rows of one batch change each other. Embeddings have one scale a piece. What is
-    left in FP32 is small: attention between tokens, LayerNorm, the pooler and heads of few labels.
+    `rows` are real text, from which the recipe is chosen (`export.int8_recipe`); without them each token has its own
+    scale and nothing else is known. `read_recipe` says what was chosen.
     Processors without VNNI add INT8 products in 16 bits and saturate, hence 7-bit weights there.
     """
-    model = onnx.load(source)
-    _quantize(model.graph, limit=127 if has_vnni() else 63)
+    model, limit = onnx.load(source), 127 if has_vnni() else 63
+    choice = choose(model, rows, limit) if len(rows) else None
+    model = rewritten(model, choice.recipe if choice else Recipe(), limit)
+    facts = {
+        "calibration_rows": len(rows),
+        "weight_bits": limit.bit_length() + 1,
+        **(choice.as_dict() if choice else {}),
+    }
+    onnx.helper.set_model_props(model, {RECIPE: json.dumps(facts)})
     onnx.save(model, target)
     check_graph(target)
 
 
-def _quantize(graph: Any, limit: int) -> None:
-    """Rewrite, in place, each MatMul with a constant and each lookup; integers of weights are within +-`limit`.
-
-    Written as QuantizeLinear and DequantizeLinear around a plain MatMul, the form that runtimes fuse.
-    """
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    added = [
-        numpy_helper.from_array(np.array([-1], np.int64), "int8_axis"),
-        numpy_helper.from_array(np.array(1 / 127, np.float32), "int8_scale"),
-        numpy_helper.from_array(np.array(128, np.uint8), "int8_zero"),
-    ]
-    nodes: list[Any] = []
-    replaced: set[str] = set()
-    tokens: set[str] = set()  # activations that are quantized already: query, key and value share theirs
-
-    def add(kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
-        nodes.append(onnx.helper.make_node(kind, inputs, [output], name=f"{kind}_{output}", **attributes))
-        return output
-
-    def store(name: str, axis: int, most: int) -> tuple[str, str]:
-        """The constant as INT8 with one scale for each index but those of `axis`."""
-        weight = numpy_helper.to_array(constants[name])
-        largest = np.abs(weight).max(axis=axis, keepdims=True)
-        scale = np.where(largest > 0, largest / most, 1).astype(np.float32)
-        if name not in replaced:
-            integers = np.clip(np.rint(weight / scale), -most, most).astype(np.int8)
-            scales = scale if axis else scale[0]
-            added.extend(
-                numpy_helper.from_array(array, f"{name}_{suffix}")
-                for suffix, array in (("int8", integers), ("scale", scales))
-            )
-            replaced.add(name)
-        return f"{name}_int8", f"{name}_scale"
-
-    for node in graph.node:
-        if (
-            node.op_type == "MatMul"
-            and node.input[1] in constants
-            and constants[node.input[1]].dims[-1] >= NARROWEST_INT8
-        ):
-            x, weight, y = node.input[0], node.input[1], node.output[0]
-            if x not in tokens:
-                tokens.add(x)
-                add("ReduceMax", [add("Abs", [x], f"{x}_abs"), "int8_axis"], f"{x}_largest", keepdims=1)
-                # 0 / 0 for a token of zeros becomes some integer, and 0 again when multiplied by its largest value
-                shares = add("Div", [x, f"{x}_largest"], f"{x}_shares")
-                add("QuantizeLinear", [shares, "int8_scale", "int8_zero"], f"{x}_uint8")
-            left = add("DequantizeLinear", [f"{x}_uint8", "int8_scale", "int8_zero"], f"{y}_left")
-            right = add("DequantizeLinear", list(store(weight, 0, limit)), f"{y}_right", axis=1)
-            add("Mul", [add("MatMul", [left, right], f"{y}_shares"), f"{x}_largest"], y)
-        elif node.op_type == "Gather" and node.input[0] in constants and len(constants[node.input[0]].dims) == 2:
-            y, (integers, scales) = node.output[0], store(node.input[0], 1, 127)
-            row = add("Cast", [add("Gather", [integers, node.input[1]], f"{y}_int8")], f"{y}_cast", to=FLOAT)
-            add("Mul", [row, add("Gather", [scales, node.input[1]], f"{y}_scale")], y)
-        else:
-            nodes.append(node)
-    kept = [tensor for tensor in graph.initializer if tensor.name not in replaced]
-    del graph.node[:], graph.initializer[:], graph.value_info[:]
-    graph.node.extend(nodes)
-    graph.initializer.extend([*kept, *added])
+def read_recipe(path: Path) -> dict[str, Any]:
+    """How the INT8 graph at `path` was made: calibration rows, bits of a weight, layers in FP32, expected changes."""
+    properties = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
+    return json.loads(properties[RECIPE]) if RECIPE in properties else {}
 
 
 def has_vnni() -> bool:
     """Whether the processor adds INT8 products in 32 bits (AVX-512 VNNI, AVX VNNI or AMX)."""
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    flags = CPUINFO.read_text(encoding="utf-8")
     return any(name in flags for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
@@ -118,6 +70,6 @@ class Precision:
 PRECISIONS = {
     "fp32": Precision("model.onnx", None),
     "fp16": Precision("model.fp16.onnx", to_fp16, narrow=True, half=True, calibrated=True),
-    "int8": Precision("model.int8.onnx", to_int8),
+    "int8": Precision("model.int8.onnx", to_int8, calibrated=True),
     "int8_qdq": Precision("model.int8.qdq.onnx", to_int8_qdq, narrow=True, calibrated=True, needs_tensorrt=True),
 }

@@ -31,6 +31,7 @@ COMMANDS = [
     "bench",
     "playground",
     "doctor",
+    "bench-engine",
 ]
 
 
@@ -88,6 +89,9 @@ def test_version(bertship):
         (["predict", "--task", "sst3", "--text", "a"], "unknown task 'sst3'; tasks are sst2"),
         (["predict", "--task", "none.toml", "--text", "a"], "no such file: none.toml"),
         (["predict", "--runs", "/nowhere", "--text", "a"], "there is no /nowhere/export/sst2; run `bertship export"),
+        (["bench-engine", "/nowhere"], "no manifest.json in /nowhere (the directory that `bertship export` writes)"),
+        (["bench-engine", "/nowhere", "--batch", "1,x"], "--batch '1,x': whole numbers of 1 or more are needed"),
+        (["bench-engine", "/nowhere", "--length", "0"], "--length '0': whole numbers of 1 or more are needed"),
         (["finetune", "--set", "epochs"], "--set 'epochs': FIELD=VALUE is needed"),
         (["finetune", "--set", "=3"], "--set '=3': FIELD=VALUE is needed"),
         (["ask"], "nothing to ask: give --text"),

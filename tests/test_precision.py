@@ -79,18 +79,6 @@ def test_int8_holds_every_matrix_of_the_encoder_in_int8(graphs):
         assert np.abs(got - wanted).max() < 0.1 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("vnni", [True, False])
-def test_a_processor_without_vnni_gets_weights_of_7_bits(graphs, tmp_path, monkeypatch, vnni):
-    """exp.8"""
-    monkeypatch.setattr(precision, "has_vnni", lambda: vnni)
-    precision.to_int8(graphs["fp32"], tmp_path / "model.int8.onnx")
-    nodes = onnx.load(tmp_path / "model.int8.onnx").graph.node
-    multiplied = {node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
-    weights = [v for n, v in constants_of(tmp_path / "model.int8.onnx").items() if n in multiplied]
-    assert len(weights) == 6 * CONFIG.num_hidden_layers
-    assert {int(np.abs(weight.astype(int)).max()) for weight in weights} == {127 if vnni else 63}
-
-
 def test_vnni_is_read_from_the_processor(monkeypatch):
     for flags, wanted in (("flags : avx2 avx512f", False), ("flags : avx2 avx_vnni", True), ("avx512_vnni", True)):
         monkeypatch.setattr(Path, "read_text", lambda self, encoding, flags=flags: flags)

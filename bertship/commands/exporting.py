@@ -22,6 +22,7 @@ from bertship.commands.options import (
     get_task,
     need,
     parse_columns,
+    parse_numbers,
     parse_parameters,
     parse_precisions,
 )
@@ -119,6 +120,42 @@ def predict(
     pipeline = load("bertship.pipeline:from_export")(export, None if precision == "auto" else precision)
     answers = pipeline.ask(parse_columns(text, text_pair, question, context), parse_parameters(parameter))
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
+
+
+def bench_engine(
+    export_dir: Annotated[Path, typer.Argument(metavar="EXPORT_DIR", help="A directory that `bertship export` made.")],
+    batch: Annotated[str, typer.Option(help="Rows a batch, parted by commas.")] = "1,8",
+    length: Annotated[
+        str, typer.Option(help="Tokens a row, parted by commas; auto: 16, 64, 128, the longest.")
+    ] = "auto",
+    precision: Annotated[str, typer.Option(help="auto, or of fp32, bf16, fp16, int8.")] = "auto",
+    seconds: Annotated[float, typer.Option(help="What an engine gets for each batch and length.")] = 1.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Cores to use; all by default.")] = None,
+    mixed: Annotated[bool, typer.Option(help="Also the task's own texts in their own lengths.")] = True,
+    runs: RunsOption = RUNS,
+) -> None:
+    """Measure an export's engines against each other and the machine.
+
+    PyTorch and ONNX Runtime in every precision: median, 99th percentile, tokens a second, and the share of what a
+    large matrix product reaches here; runs/bench-engine/TASK.
+    """
+    batches = parse_numbers("--batch", batch)
+    lengths = () if length == "auto" else parse_numbers("--length", length)
+    precisions = () if precision == "auto" else tuple(name.strip() for name in precision.split(","))
+    task = load("bertship.artifacts:read_manifest")(export_dir, "export")["task"]
+    out = runs / "bench-engine" / task
+    result = load("export.bench_engine:bench_engines")(
+        export_dir,
+        out,
+        batches=batches,
+        lengths=lengths,
+        precisions=precisions,
+        seconds=seconds,
+        threads=threads,
+        mixed=mixed,
+        report=report,
+    )
+    show({"files": str(out), **result}, [*load("export.bench_report:lines")(result), f"files: {out}"])
 
 
 def run_export(

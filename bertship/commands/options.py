@@ -65,6 +65,14 @@ def parse_precisions(names: str) -> tuple[str, ...]:
     return found
 
 
+def parse_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers of 1 or more, parted by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise InputError(f"{option} {text!r}: whole numbers of 1 or more are needed, such as {option} 1,8,32")
+    return tuple(int(part) for part in parts)
+
+
 def parse_settings(pairs: list[str] | None) -> dict[str, str]:
     settings = {}
     for pair in pairs or []:

@@ -1,0 +1,303 @@
+"""INT8 for CPUs: ONNX Runtime's own integer product, every matrix of the encoder in one byte a weight.
+
+A product y = x W + b of FP32 rows x with a constant W becomes
+
+    y = step * (q - zero) W8 * columns + b        q = round(x * v / step) + zero, unsigned 8 bits
+
+W8 = W / v in signed 8 bits, with one scale a column. What makes it exact enough:
+
+balance   v moves half of what a unit of x is too large, or its weights are, to the other side (Xiao et al. 2023,
+          SmoothQuant, section 4): one large unit would cost all others their precision.
+copies    the few units that are still too large are there several times, each a part of the value (Zhao et al. 2019,
+          outlier channel splitting): the sum is the same, and the step smaller.
+step      static where rows of real text are alike: nothing is searched at run time, and b is added inside the product.
+          Else each row's own, found as it comes, and exact for the largest units: they are left to a narrow product
+          in FP32 (Dettmers et al. 2022, LLM.int8(), section 3).
+
+Either way the rows of a batch never change each other, which one step a tensor, found as it comes, would let them
+(`quantize_dynamic`). Without real text there is only the step a row. What is left in FP32 is small: attention between
+tokens, LayerNorm, GELU, the pooler and heads of few labels; and the layers that a recipe keeps. Embeddings have one
+scale a piece; with outliers in FP32 they are FP16, as their rounding would be the largest that is left.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+FLOAT = onnx.TensorProto.FLOAT
+DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
+NARROWEST = 32  # columns: a head of few labels has little to gain and most to lose
+LEVELS = 255  # of an unsigned byte
+FP16_LARGEST = float(np.finfo(np.float16).max)
+SMALLEST = 1e-5  # what a unit that is always 0 counts as
+
+
+@dataclass(frozen=True)
+class Product:
+    """A MatMul with a constant, and the Add of a constant after it: by the names of their tensors."""
+
+    layer: str  # for people: the bias' place in the model, or the weight's name
+    x: str
+    weight: str
+    y: str
+    bias: str  # empty where there is none
+    output: str  # what is read on: y, or the sum
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How one x [.., K] becomes bytes, by what real text shows.
+
+    `balance` [K]: v. With a static step: `factor` [K] is v divided by the number of copies, `copied` names the units
+    that are there once more, once for each time, `low` and `high` are the span of x * factor over all rows, 0 within;
+    `alike` says whether rows are. With a step a row: `outliers` are the units in FP32, `lowest` and `highest` the span
+    of the others times v.
+    """
+
+    balance: np.ndarray
+    factor: np.ndarray
+    copied: np.ndarray
+    low: float
+    high: float
+    alike: bool
+    outliers: np.ndarray
+    lowest: float
+    highest: float
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether a byte around 0 would leave a quarter or more of its values unused, as behind GELU."""
+        return -self.lowest < self.highest / 2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`scalings` by the name of x, none for plain INT8; `kept`: layers that stay in FP32; `static`: steps allowed."""
+
+    scalings: Mapping[str, Scaling] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    static: bool = True
+
+
+def find_products(graph: Any) -> list[Product]:
+    """Every MatMul of rows with a constant of at least NARROWEST columns, in order."""
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    readers: dict[str, list[Any]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    found = []
+    for node in graph.node:
+        if node.op_type != "MatMul" or node.input[1] not in constants:
+            continue
+        x, weight, y = node.input[0], node.input[1], node.output[0]
+        if len(constants[weight].dims) != 2 or constants[weight].dims[1] < NARROWEST:
+            continue
+        bias, output = "", y
+        after = readers.get(y, [])
+        if len(after) == 1 and after[0].op_type == "Add":
+            other = [name for name in after[0].input if name != y]
+            if len(other) == 1 and other[0] in constants and len(constants[other[0]].dims) == 1:
+                bias, output = other[0], after[0].output[0]
+        layer = bias.removeprefix("encoder.").removesuffix(".bias") or weight
+        found.append(Product(layer, x, weight, y, bias, output))
+    return found
+
+
+def balance(magnitude: np.ndarray, weights: Iterable[np.ndarray]) -> np.ndarray:
+    """v [K] for an x whose units reach `magnitude` and the weights [K, N] that read it: both sides become alike."""
+    units = np.max([np.abs(weight).max(axis=1) for weight in weights], axis=0).astype(np.float64)
+    return np.sqrt(np.maximum(units, SMALLEST) / np.maximum(magnitude.astype(np.float64), SMALLEST))
+
+
+def copies(sizes: np.ndarray, extra: int) -> np.ndarray:
+    """How often each unit [K] has to be there, `extra` times more in all, for the largest part to be smallest."""
+    counts = np.ones(len(sizes), np.int64)
+    largest = [(-size, unit) for unit, size in enumerate(sizes.tolist())]
+    heapq.heapify(largest)
+    for _ in range(extra):
+        _, unit = heapq.heappop(largest)
+        counts[unit] += 1
+        heapq.heappush(largest, (-sizes[unit] / counts[unit], unit))
+    return counts
+
+
+def quantize(graph: Any, recipe: Recipe, limit: int) -> None:
+    """Rewrite `graph` in place; the integers of weights are within +-`limit`."""
+    _Rewriting(graph, recipe, limit).run()
+
+
+class _Rewriting:
+    def __init__(self, graph: Any, recipe: Recipe, limit: int) -> None:
+        self.graph, self.recipe, self.limit = graph, recipe, limit
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.products = [product for product in find_products(graph) if product.layer not in recipe.kept]
+        self.nodes: list[Any] = []
+        self.added: dict[str, Any] = {}
+        self.gathered: set[str] = set()
+        self.bytes: dict[str, str] = {}  # of each x: query, key and value share theirs
+
+    def run(self) -> None:
+        starts = {product.y: product for product in self.products}
+        ends = {product.output for product in self.products if product.bias}
+        for node in self.graph.node:
+            if node.output[0] in starts:
+                self._product(starts[node.output[0]])
+            elif node.output[0] not in ends:  # else the bias was added with its product
+                self._lookup(node) if self._is_lookup(node) else self.nodes.append(node)
+        used = {name for node in self.nodes for name in node.input}
+        kept = [tensor for tensor in self.graph.initializer if tensor.name in used]
+        del self.graph.node[:], self.graph.initializer[:], self.graph.value_info[:]
+        self.graph.node.extend(self.nodes)
+        self.graph.initializer.extend([*kept, *self.added.values()])
+
+    def _product(self, product: Product) -> None:
+        x, scaling = product.x, self.recipe.scalings.get(product.x)
+        if x not in self.bytes:
+            self.bytes[x] = self._static(x) if self._is_static(x) else self._by_row(x)
+        if self._is_static(x):
+            assert scaling is not None
+            integers, columns = self._weight(product, (scaling.high - scaling.low) / LEVELS)
+            inputs = [self.bytes[x], integers, self._number("one", 1), columns, self._zero(x), "", product.bias]
+            self._add("MatMulIntegerToFloat", inputs, product.output, DOMAIN)
+            return
+        outliers = self._outliers(product)
+        integers, columns = self._weight(product, 1)
+        step = self._number("step", 1 / LEVELS) if self._is_shifted(x) else self._number("half_step", 1 / 127)
+        inputs = [self.bytes[x], integers, step, columns, self._zero(x)]
+        shares = self._add("MatMulIntegerToFloat", inputs, f"{product.y}_shares", DOMAIN)
+        bias = self._shifted_bias(product, integers, columns) if self._is_shifted(x) else product.bias
+        terms = [name for name in (outliers, bias) if name]
+        y = self._add("Mul", [shares, f"{x}_largest"], f"{product.y}_scaled" if terms else product.output)
+        for i, term in enumerate(terms, 1):
+            y = self._add("Add", [y, term], product.output if i == len(terms) else f"{product.y}_{i}")
+
+    def _static(self, x: str) -> str:
+        """The bytes of x by its constant step."""
+        scaling = self.recipe.scalings[x]
+        factor = scaling.factor / ((scaling.high - scaling.low) / LEVELS)
+        scaled = self._add("Mul", [x, self._constant(f"{x}_factor", factor.astype(np.float32))], f"{x}_scaled")
+        return self._with_copies(
+            x, self._add("QuantizeLinear", [scaled, self._number("one", 1), self._zero(x)], f"{x}_uint8")
+        )
+
+    def _by_row(self, x: str) -> str:
+        """The bytes of x by the largest value of each row, which is `x`_largest."""
+        scaling, balanced = self.recipe.scalings.get(x), x
+        if scaling is not None:
+            others = scaling.balance.copy()
+            others[scaling.outliers] = 0
+            factor = self._constant(f"{x}_factor", others.astype(np.float32))
+            balanced = self._add("Mul", [x, factor], f"{x}_balanced")
+        if self._is_shifted(x):
+            assert scaling is not None
+            balanced = magnitude = self._add(
+                "Sub", [balanced, self._constant(f"{x}_low", np.array(scaling.lowest, np.float32))], f"{x}_shifted"
+            )
+            step = self._number("step", 1 / LEVELS)
+        else:
+            magnitude, step = self._add("Abs", [balanced], f"{x}_abs"), self._number("half_step", 1 / 127)
+        axis = self._constant("int8_axis", np.array([-1], np.int64))
+        largest = self._add("ReduceMax", [magnitude, axis], f"{x}_largest", keepdims=1)
+        # 0 / 0 for a row of zeros becomes some integer, and 0 again when multiplied by its largest value
+        shares = self._add("Div", [balanced, largest], f"{x}_shares")
+        return self._add("QuantizeLinear", [shares, step, self._zero(x)], f"{x}_uint8")
+
+    def _with_copies(self, x: str, integers: str) -> str:
+        copied = self.recipe.scalings[x].copied
+        if not len(copied):
+            return integers
+        units = self._constant(f"{x}_copied", copied.astype(np.int64))
+        again = self._add("Gather", [integers, units], f"{x}_again", axis=-1)
+        return self._add("Concat", [integers, again], f"{x}_with_copies", axis=-1)
+
+    def _outliers(self, product: Product) -> str:
+        """What the units in FP32 add to the product; empty where there are none."""
+        scaling = self.recipe.scalings.get(product.x)
+        if scaling is None or not len(scaling.outliers):
+            return ""
+        x = f"{product.x}_outliers"
+        if x not in self.gathered:
+            self.gathered.add(x)
+            units = self._constant(f"{x}_units", scaling.outliers.astype(np.int64))
+            self._add("Gather", [product.x, units], x, axis=-1)
+        weight = numpy_helper.to_array(self.constants[product.weight])[scaling.outliers]
+        return self._add("MatMul", [x, self._constant(f"{product.weight}_outliers", weight)], f"{product.y}_outliers")
+
+    def _weight(self, product: Product, step: float) -> tuple[str, str]:
+        """The weight in INT8, copied units again at its end, and the columns' scales times `step`."""
+        weight = numpy_helper.to_array(self.constants[product.weight]).astype(np.float64)
+        scaling = self.recipe.scalings.get(product.x)
+        if scaling is not None:
+            weight = weight / scaling.balance[:, None]
+            if not self._is_static(product.x):
+                weight[scaling.outliers] = 0
+        largest = np.abs(weight).max(axis=0)
+        columns = np.where(largest > 0, largest / self.limit, 1)
+        integers = np.clip(np.rint(weight / columns), -self.limit, self.limit).astype(np.int8)
+        if scaling is not None and self._is_static(product.x):
+            integers = np.concatenate([integers, integers[scaling.copied]])
+        return (
+            self._constant(f"{product.weight}_int8", integers),
+            self._constant(f"{product.weight}_scale", (columns * step).astype(np.float32)),
+        )
+
+    def _shifted_bias(self, product: Product, integers: str, columns: str) -> str:
+        """The bias and what the bytes leave out: the lowest value times the sum of each column."""
+        weight = numpy_helper.to_array(self.added[integers]).astype(np.float64)
+        sums = (weight * numpy_helper.to_array(self.added[columns])).sum(axis=0)
+        bias = numpy_helper.to_array(self.constants[product.bias]) if product.bias else 0
+        low = self.recipe.scalings[product.x].lowest
+        return self._constant(f"{product.y}_bias", (bias + low * sums).astype(np.float32))
+
+    def _is_static(self, x: str) -> bool:
+        scaling = self.recipe.scalings.get(x)
+        return scaling is not None and scaling.alike and self.recipe.static
+
+    def _is_shifted(self, x: str) -> bool:
+        scaling = self.recipe.scalings.get(x)
+        return scaling is not None and scaling.one_sided and not self._is_static(x)
+
+    def _zero(self, x: str) -> str:
+        """The byte that stands for 0 or, where bytes begin at the lowest value, for that."""
+        if self._is_static(x):
+            scaling = self.recipe.scalings[x]
+            zero = round(-scaling.low / (scaling.high - scaling.low) * LEVELS)
+        else:
+            zero = 0 if self._is_shifted(x) else 128
+        return self._constant(f"int8_zero_{zero}", np.array(zero, np.uint8))
+
+    def _is_lookup(self, node: Any) -> bool:
+        return node.op_type == "Gather" and len(getattr(self.constants.get(node.input[0]), "dims", ())) == 2
+
+    def _lookup(self, node: Any) -> None:
+        """Embeddings, in a byte or two a value."""
+        table, place, y = node.input[0], node.input[1], node.output[0]
+        values = numpy_helper.to_array(self.constants[table])
+        if self.recipe.scalings and not self.recipe.static and np.abs(values).max() < FP16_LARGEST:
+            half = self._constant(f"{table}_half", values.astype(np.float16))
+            self._add("Cast", [self._add("Gather", [half, place], f"{y}_half")], y, to=FLOAT)
+            return
+        largest = np.abs(values).max(axis=1, keepdims=True)
+        scale = np.where(largest > 0, largest / 127, 1).astype(np.float32)
+        integers = self._constant(f"{table}_int8", np.clip(np.rint(values / scale), -127, 127).astype(np.int8))
+        scales = self._constant(f"{table}_scale", scale)
+        row = self._add("Cast", [self._add("Gather", [integers, place], f"{y}_int8")], f"{y}_cast", to=FLOAT)
+        self._add("Mul", [row, self._add("Gather", [scales, place], f"{y}_scale")], y)
+
+    def _number(self, name: str, value: float) -> str:
+        return self._constant(f"int8_{name}", np.array(value, np.float32))
+
+    def _constant(self, name: str, value: np.ndarray) -> str:
+        self.added.setdefault(name, numpy_helper.from_array(value, name))
+        return name
+
+    def _add(self, kind: str, inputs: Sequence[str], output: str, domain: str = "", **attributes: Any) -> str:
+        name = f"{kind}_{output}"
+        self.nodes.append(helper.make_node(kind, list(inputs), [output], name=name, domain=domain, **attributes))
+        return output
