@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bertship.commands import exporting, serving, training
+from bertship.commands import exporting, serving, tasks, training
 from bertship.console import run
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ for _command in (
     serving.bench,
 ):
     app.command()(_command)
+app.add_typer(tasks.app)
 
 
 def _version(wanted: bool) -> None:

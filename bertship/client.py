@@ -8,8 +8,10 @@ import numpy as np
 
 from bertship.errors import ClientError, InputError, InvalidRequest, RequestTimeout, ServerUnavailable
 from bertship.pipeline import as_records
+from bertship.tasks import KINDS
 
-Texts = str | Sequence[str] | np.ndarray
+Texts = str | Sequence[Any] | np.ndarray
+_TABLES = {spec.name for kind in KINDS.values() for spec in kind.request() if len(spec.dims) > 1}
 
 
 class Client:
@@ -55,12 +57,13 @@ class Client:
     ) -> dict[str, np.ndarray]:
         """The reply's tensors by name for lists of texts by tensor name; BYTES come as `str`.
 
-        A text, a list and an array of any rank are taken alike. Raises ClientError and its kinds.
+        A text, a list and an array of any rank are taken alike; CHOICES are one question's list, or a list of lists.
+        Raises ClientError and its kinds.
         """
         tensors = []
         for name, texts in columns.items():
-            values = np.array([_bytes(text) for text in _listed(texts)], object)
-            tensor = self._protocol.InferInput(name, [len(values)], "BYTES")
+            values = _table(name, texts) if name in _TABLES else _flat(texts)
+            tensor = self._protocol.InferInput(name, list(values.shape), "BYTES")
             tensor.set_data_from_numpy(values)
             tensors.append(tensor)
         more: dict[str, Any] = {} if self._http else {"client_timeout": self.timeout_s}
@@ -75,7 +78,8 @@ class Client:
         """Answers as plain Python: a dict for plain texts, a list of dicts where any column is a list or an array."""
         tensors = self.infer(task, columns, parameters)
         answers = as_records(tensors)
-        return answers[0] if all(isinstance(texts, str) for texts in columns.values()) else answers
+        single = all(_is_one(texts) if name in _TABLES else isinstance(texts, str) for name, texts in columns.items())
+        return answers[0] if single else answers
 
     def ready(self, task: str | None = None) -> bool:
         """Whether the server, or one of its tasks, answers."""
@@ -129,10 +133,28 @@ def _sendable(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return sent or None
 
 
-def _listed(texts: Texts) -> list[Any]:
+def _flat(texts: Texts) -> np.ndarray:
     if isinstance(texts, str | bytes):
-        return [texts]
-    return list(np.asarray(texts, dtype=object).ravel())
+        return np.array([_bytes(texts)], object)
+    return np.array([_bytes(text) for text in np.asarray(texts, dtype=object).ravel()], object)
+
+
+def _is_one(lists: Any) -> bool:
+    """Whether a column of lists of texts is one such list alone."""
+    return len(lists) > 0 and isinstance(lists[0], str | bytes)
+
+
+def _table(name: str, lists: Any) -> np.ndarray:
+    if isinstance(lists, str | bytes) or not hasattr(lists, "__len__"):
+        raise InputError(f"{name} is {lists!r:.60}; a list of texts, or a list of such lists, is needed")
+    rows = [list(texts) for texts in ([lists] if _is_one(lists) else lists)]
+    widths = {len(texts) for texts in rows}
+    if len(widths) > 1:
+        raise InputError(f"{name} has lists of {min(widths)} to {max(widths)} texts; one request needs the same number")
+    values = np.empty((len(rows), widths.pop() if widths else 0), object)
+    for i, texts in enumerate(rows):
+        values[i] = [_bytes(text) for text in texts]
+    return values
 
 
 def _bytes(text: Any) -> bytes:

@@ -17,13 +17,14 @@ from bertship.artifacts import check_files, publish, read_manifest, write_text
 from bertship.errors import InputError
 from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
-from bertship.tasks import KINDS, TASKS
+from bertship.tasks import TASKS
 from bertship.tasks.base import Task, TensorSpec
 from bertship.triton_limits import MAX_ROWS, PLAN_MAX_BATCH
 
 VERSION = "1"
 ENCODER_INPUTS = tuple(TensorSpec(name, "INT64", (-1, -1)) for name in OnnxRunner.INPUTS)
 TRUNCATED = TensorSpec("TRUNCATED", "BOOL")
+COMMITTED = ("sst2", "mnli", "stsb", "squad", "ner")  # built-in tasks whose configurations version control holds
 STEPS = {"tokenize": "TokenizeStep", "encode": "EncodeStep", "decode": "DecodeStep"}
 
 
@@ -88,9 +89,9 @@ def ready_models(repository: Path) -> list[str]:
 
 
 def render_configurations(repository: Path) -> None:
-    """Write what version control holds of every built-in task, and nothing else."""
-    for task in TASKS.values():
-        for name, text in render_files(task).items():
+    """Write what version control holds, and nothing else."""
+    for task in COMMITTED:
+        for name, text in render_files(TASKS[task]).items():
             write_text(repository / name, text)
 
 
@@ -172,7 +173,7 @@ def _python_step(task: Task, step: str) -> Any:
 
 
 def _requests(task: Task) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name, "BYTES") for name in KINDS[task.kind].inputs)
+    return task.behaviour.request()
 
 
 def _datatype(spec: TensorSpec) -> int:

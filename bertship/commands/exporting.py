@@ -50,6 +50,7 @@ def predict(
     text_pair: TextOption = None,
     question: TextOption = None,
     context: TextOption = None,
+    choice: TextOption = None,
     precision: PrecisionOption = "auto",
     runs: RunsOption = RUNS,
 ) -> None:
@@ -60,7 +61,7 @@ def predict(
     export = runs / "export" / get_task(task).name
     need(export, f"bertship export --task {task}")
     pipeline = load("bertship.pipeline:from_export")(export, None if precision == "auto" else precision)
-    answers = pipeline.ask(parse_columns(text, text_pair, question, context))
+    answers = pipeline.ask(parse_columns(text, text_pair, question, context, choice))
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
 
 

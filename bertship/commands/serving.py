@@ -97,16 +97,18 @@ def ask(
     text_pair: TextOption = None,
     question: TextOption = None,
     context: TextOption = None,
+    choice: TextOption = None,
     url: UrlOption = URL,
     timeout_s: Annotated[float, typer.Option(min=0.1)] = 30.0,
 ) -> None:
     """Ask a served task.
 
-    With --text, with --text and --text-pair, or with --question and --context.
+    With --text, with --text and --text-pair, with --text and a --choice for each choice, or with --question and
+    --context.
     """
     from bertship.client import Client
 
-    columns = parse_columns(text, text_pair, question, context)
+    columns = parse_columns(text, text_pair, question, context, choice)
     with Client(url, timeout_s) as client:
         answers = client.ask(get_task(task).name if task.endswith(".toml") else task, None, **columns)
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
