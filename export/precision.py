@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import numpy_helper
-from onnxruntime.transformers.float16 import convert_float_to_float16
+from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
+from onnxruntime.transformers.onnx_model import OnnxModel
 
 from bertship.errors import CheckFailed
 from export.onnx_graph import check_graph, quiet
 
 FLOAT = onnx.TensorProto.FLOAT
 NARROWEST_INT8 = 32  # columns: a head of few labels has little to gain and most to lose
+FP32_ONLY = ("LSTM",)  # ONNX Runtime has no FP16 kernel of it on a CPU
 FP16_LARGEST = float(np.finfo(np.float16).max)
 
 
@@ -27,7 +29,10 @@ def to_fp16(source: Path, target: Path) -> None:
                 f"weight {tensor.name} reaches {largest:.3g}, FP16 ends at {FP16_LARGEST:g}; leave fp16 out"
             )
     with quiet():
-        graph = convert_float_to_float16(model, keep_io_types=True, max_finite_val=FP16_LARGEST)
+        graph = convert_float_to_float16(
+            model, keep_io_types=True, max_finite_val=FP16_LARGEST, op_block_list=[*DEFAULT_OP_BLOCK_LIST, *FP32_ONLY]
+        )
+    OnnxModel.graph_topological_sort(graph.graph)  # casts around nodes that stay in FP32 come last otherwise
     onnx.save(graph, target)
     check_graph(target)
 

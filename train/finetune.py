@@ -46,12 +46,12 @@ _CODE = (
 SKIPPED_IN_A_ROW = 10  # non-finite updates after which a run stops
 
 
-def cross_entropy(outputs: Sequence[Tensor], targets: Targets) -> Tensor:
+def cross_entropy(outputs: Sequence[Tensor], targets: Targets, attention_mask: Tensor) -> Tensor:
     """Mean over texts; targets are label indices."""
     return functional.cross_entropy(outputs[0].float(), torch.tensor(targets, device=outputs[0].device))
 
 
-def mean_squared_error(outputs: Sequence[Tensor], targets: Targets) -> Tensor:
+def mean_squared_error(outputs: Sequence[Tensor], targets: Targets, attention_mask: Tensor) -> Tensor:
     """Mean over texts; targets are numbers."""
     predicted = outputs[0].float().squeeze(1)
     wanted = torch.tensor(targets, dtype=torch.float32, device=predicted.device)
@@ -59,7 +59,7 @@ def mean_squared_error(outputs: Sequence[Tensor], targets: Targets) -> Tensor:
     return functional.mse_loss(predicted, wanted)
 
 
-def choice_loss(outputs: Sequence[Tensor], targets: Targets) -> Tensor:
+def choice_loss(outputs: Sequence[Tensor], targets: Targets, attention_mask: Tensor) -> Tensor:
     """Mean over questions of the cross-entropy over each one's choices; targets are numbers of choices.
 
     The rows of a question follow one another, and all questions have the same number.
@@ -68,14 +68,21 @@ def choice_loss(outputs: Sequence[Tensor], targets: Targets) -> Tensor:
     return functional.cross_entropy(scores, torch.tensor(targets, device=scores.device))
 
 
-def span_loss(outputs: Sequence[Tensor], targets: Targets) -> Tensor:
-    """Mean of the start's and the end's cross-entropy over windows; targets are (first, last) tokens."""
+def span_loss(outputs: Sequence[Tensor], targets: Targets, attention_mask: Tensor) -> Tensor:
+    """Mean of the start's and the end's cross-entropy over windows; targets are (first, last) tokens.
+
+    Padding has no share in the softmax, or a window's loss would depend on the longest one of its batch.
+    """
     places = torch.tensor(targets, device=outputs[0].device)
-    start, end = (functional.cross_entropy(o.float(), places[:, i]) for i, o in enumerate(outputs))
+    padding = attention_mask == 0
+    start, end = (
+        functional.cross_entropy(o.float().masked_fill(padding, -torch.inf), places[:, i])
+        for i, o in enumerate(outputs)
+    )
     return (start + end) / 2
 
 
-def token_loss(outputs: Sequence[Tensor], targets: Targets) -> Tensor:
+def token_loss(outputs: Sequence[Tensor], targets: Targets, attention_mask: Tensor) -> Tensor:
     """Mean over labelled tokens; targets are label indices a token, IGNORED where there is none."""
     logits = outputs[0].float()
     labels = torch.full(logits.shape[:2], IGNORED)
@@ -89,7 +96,8 @@ def token_loss(outputs: Sequence[Tensor], targets: Targets) -> Tensor:
     return total / counted
 
 
-LOSSES: dict[str, Callable[[Sequence[Tensor], Targets], Tensor]] = {
+# Each takes a head's outputs, the units' targets, and the rows' attention mask, int64 [B, S].
+LOSSES: dict[str, Callable[[Sequence[Tensor], Targets, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy,
     "mean_squared_error": mean_squared_error,
     "choice": choice_loss,
@@ -250,27 +258,27 @@ class _Run:
         value = 0.0
         for part in np.array_split(np.asarray(chosen), min(self.config.accumulation, len(chosen))):
             targets = [self.data.targets[i] for i in part]
-            outputs = self.forward([i for unit in part for i in self.data.units[unit]])
+            outputs, mask = self.forward([i for unit in part for i in self.data.units[unit]])
             share = counted(self.kind.loss, targets) / max(total, 1)
-            loss = LOSSES[self.kind.loss](outputs, targets) * share
+            loss = LOSSES[self.kind.loss](outputs, targets, mask) * share
             loss.backward()
             value += loss.item()
         norm, applied = clip_and_step(self.optimizer, self.schedule, self.model.parameters(), self.config.clip_norm)
         return value, norm, applied
 
-    def forward(self, rows: Sequence[int]) -> Sequence[Tensor]:
+    def forward(self, rows: Sequence[int]) -> tuple[Sequence[Tensor], Tensor]:
+        """The head's outputs for these rows, and their attention mask."""
         autocast = torch.autocast(self.device.type, self.precision) if self.precision else contextlib.nullcontext()
         if self.cache is not None and isinstance(self.model, FeatureModel):
             features, mask = (tensor.to(self.device) for tensor in self.cache.batch(rows))
             self._count(mask.numpy(force=True))
             with autocast:
-                return self.model.head(features, mask)
+                return self.model.head(features, mask), mask
         feeds = pad([self.data.rows[i] for i in rows], self.tokenizer.pad_id)
         self._count(feeds["attention_mask"])
         tensors = {name: torch.from_numpy(values).to(self.device) for name, values in feeds.items()}
         with autocast:
-            outputs: Sequence[Tensor] = self.model(**tensors)
-            return outputs
+            return self.model(**tensors), tensors["attention_mask"]
 
     def _count(self, mask: np.ndarray) -> None:
         self.tokens += int(mask.sum())
