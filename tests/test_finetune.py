@@ -285,3 +285,35 @@ def test_the_torch_runner_gives_each_row_its_own_tokens_in_order(head):
         for name, output in zip(runner.outputs, alone, strict=True):
             assert together[name][i].shape == output[0].shape
             np.testing.assert_allclose(together[name][i], output[0], atol=1e-5)
+
+
+def test_only_pieces_that_occur_are_trained_and_the_rest_stays(tmp_path):
+    """The same weights as with the whole table; pieces that never occur are those of the warm start, bit for bit."""
+    task = TASKS_BY_HEAD["sentence"]
+    init = tmp_path / "init"
+    init.mkdir()
+    save_model(make_model("sentence"), TOKENIZER, init)
+    stored = json.loads((init / "config.json").read_text("utf-8"))
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (init / "config.json").write_text(json.dumps(stored | still))
+    examples = [e for e in make_examples("sentence") if "z" not in e.columns["TEXT"]]
+    config = FinetuneConfig(batch_size=4, precision="fp32", weight_decay=0.0, learning_rate=1e-3)
+    tables = []
+    for whole in (False, True):
+        run = finetune._Run(task, init, tmp_path, config, examples, silent)
+        if whole:
+            run.pieces.restore()
+            run.pieces = None
+            run.optimizer = finetune._optimizer(run.model, config)
+            run.schedule = finetune.linear_schedule(run.optimizer, 20, run.steps)
+        run.model.train()
+        for _ in range(3):
+            run.update([0, 1, 2, 3])
+        if run.pieces is not None:
+            run.pieces.restore()
+        tables.append(run.model.encoder.embeddings.word.weight.detach().clone())
+    torch.testing.assert_close(tables[0], tables[1], atol=1e-6, rtol=0)
+    before = make_model("sentence").encoder.embeddings.word.weight
+    unused = [TOKENIZER.backend.token_to_id(piece) for piece in ("z", "##z", "[MASK]")]
+    assert torch.equal(tables[0][unused], before[unused])
+    assert not torch.equal(tables[0], before)

@@ -32,6 +32,7 @@ from train.model import init_weights
 from train.optim import build_optimizer, clip_and_step, linear_schedule, pick_precision
 from train.progress import progress
 from train.torch_runner import TorchRunner
+from train.used_pieces import UsedPieces
 
 Report = Callable[[str], None]
 Targets = Sequence[Any]
@@ -41,7 +42,10 @@ _CODE = (
     "bertship/tasks/*.py",
     "bertship/tokenization.py",
     "train/bert_adam.py",
-    *(f"train/{name}.py" for name in ("checkpoint", "evaluate", "features", "finetune", "heads", "model", "optim")),
+    *(
+        f"train/{name}.py"
+        for name in ("checkpoint", "evaluate", "features", "finetune", "heads", "model", "optim", "used_pieces")
+    ),
 )
 SKIPPED_IN_A_ROW = 10  # non-finite updates after which a run stops
 
@@ -180,10 +184,13 @@ class _Run:
         rows = self.kind.encode(task, self.tokenizer, columns_of(task, train, annotations=True)).rows
         self.data = _Data(rows, self.kind.units(rows), self.kind.targets(task, rows, train))
         assert len(self.data.units) == len(self.data.targets)
-        self.cache = None
+        self.cache = self.pieces = None
         if isinstance(self.model, FeatureModel):
             folder = out.parent / ".features"
             self.cache = cache_features(self.model, rows, self.tokenizer.pad_id, folder, init, report)
+        else:
+            self.pieces = UsedPieces(self.model.encoder, rows, self.tokenizer.pad_id)
+            self.pieces.shrink()
         self.steps = max(config.min_updates, round(len(self.data.units) * config.epochs / config.batch_size))
         self.optimizer = _optimizer(self.model, config)
         self.schedule = linear_schedule(self.optimizer, round(self.steps * config.warmup_share), self.steps)
@@ -240,7 +247,8 @@ class _Run:
                     if config.patience and worse >= config.patience:
                         self.report(f"no better {metric} in {worse} evaluations: stopping at step {step}")
                         break
-                    self.model.train()
+                    if step < self.steps:
+                        self.resume()
                     started = time.monotonic()
         if best is None:
             raise CheckFailed(f"fine-tuning {self.task.name} made no update: every gradient was non-finite; check INIT")
@@ -248,6 +256,12 @@ class _Run:
             self.model.load_state_dict(best.weights)
         self.model.eval()
         return best
+
+    def resume(self) -> None:
+        """Back to training after `judge`."""
+        if self.pieces is not None:
+            self.pieces.shrink()
+        self.model.train()
 
     def update(self, chosen: Sequence[int]) -> tuple[float, float, bool]:
         """One update on the chosen units: loss, the gradient's norm before clipping, and whether it was applied.
@@ -277,6 +291,8 @@ class _Run:
         feeds = pad([self.data.rows[i] for i in rows], self.tokenizer.pad_id)
         self._count(feeds["attention_mask"])
         tensors = {name: torch.from_numpy(values).to(self.device) for name, values in feeds.items()}
+        if self.pieces is not None:
+            tensors["input_ids"] = self.pieces.places(tensors["input_ids"])
         with autocast:
             return self.model(**tensors), tensors["attention_mask"]
 
@@ -285,7 +301,9 @@ class _Run:
         self.padded += mask.size
 
     def judge(self, step: int, dev: Sequence[Example]) -> _Best:
-        """The dev split under the model as it is, and what is chosen on it."""
+        """The dev split under the model as it is, and what is chosen on it; the model is then whole, to be saved."""
+        if self.pieces is not None:
+            self.pieces.restore()
         self.model.eval()
         columns = columns_of(self.task, dev, annotations=True)
         answers = answer(self.task, self.tokenizer, self.runner, columns, self.report, "evaluating")
