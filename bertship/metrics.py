@@ -83,12 +83,13 @@ def best_null_threshold(gold: Sequence[Sequence[str]], spans: Sequence[str], nul
     `spans` are the best spans. Of equal thresholds the lowest is taken, as the script does, and the threshold is one
     of the odds, or one below all of them where no question should be answered.
     """
-    accepted = [[text for text in texts if _normal(text)] or [""] * bool(texts) for texts in gold]
-    f1 = np.array(
-        [max((_word_f1(s, t, True) for t in texts), default=0.0) for s, texts in zip(spans, accepted, strict=True)]
+    # what answering with the span wins, or loses, against silence
+    gain = np.array(
+        [
+            max(_word_f1(span, text, True) for text in texts) - max(_word_f1("", text, True) for text in texts)
+            for span, texts in zip(spans, (_accepted(texts, True) for texts in gold), strict=True)
+        ]
     )
-    # answering a question that has none loses the point that silence would give
-    gain = np.where([bool(texts) for texts in accepted], f1, np.where(np.array(spans, object) == "", 0.0, -1.0))
     order = np.argsort(null_odds, kind="stable")
     totals = np.concatenate([[0.0], np.cumsum(gain[order])])
     sorted_odds = np.asarray(null_odds, np.float64)[order]

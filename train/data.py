@@ -27,12 +27,11 @@ def load_examples(task: Task, data: str | None, split: str, report: Callable[[st
         return _checked(task, read_split(task, Path(data), split, report), split)
     if task.packaged and not is_test(split):
         return _checked(task, LABELLED[task.packaged](task, split, report), split)
-    if task.hub.path:
-        from bertship.tasks.hub import reachable, read_hub
+    if _official_set_at_hand(task):
+        from bertship.tasks.hub import read_hub
 
-        if reachable():
-            name = task.hub.path + (f":{task.hub.config}" if task.hub.config else "")
-            return _checked(task, read_hub(task, name, split, report), split)
+        name = task.hub.path + (f":{task.hub.config}" if task.hub.config else "")
+        return _checked(task, read_hub(task, name, split, report), split)
     if (SAMPLES / task.name).is_dir():
         examples = read_split(task, SAMPLES / task.name, split)
         report(
@@ -45,11 +44,18 @@ def load_examples(task: Task, data: str | None, split: str, report: Callable[[st
 
 def has_split(task: Task, data: str | None, split: str) -> bool:
     """Whether a folder of files, or the sample, holds a split that a task may have and need not."""
+    if _is_hub_name(data) if data else _official_set_at_hand(task):
+        return split in task.hub.splits
     folder = Path(data) if data else SAMPLES / task.name
     places = (folder, *(folder / name for name in task.files.folders))
-    if data and _is_hub_name(data):
-        return split in task.hub.splits
     return any((place / name).is_file() for place in places for name in task.files.splits.get(split, ()))
+
+
+def _official_set_at_hand(task: Task) -> bool:
+    """Whether the task's set is on the hub, `datasets` is installed, and the hub answers."""
+    from bertship.tasks.hub import reachable
+
+    return bool(task.hub.path) and not task.packaged and reachable()
 
 
 def _is_hub_name(data: str) -> bool:

@@ -102,8 +102,8 @@ def _datasets() -> Any:
         import datasets
     except ModuleNotFoundError:
         raise InputError(
-            "data from the hub needs `datasets`, which is not installed: `pip install -e '.[hub]'` in .venv, or give "
-            "DATA= a folder"
+            "there is no such folder, and a data set's name on the hub needs `datasets`, which is not installed: "
+            "`pip install -e '.[hub]'` in .venv, or give DATA= a folder"
         ) from None
     return datasets
 
