@@ -12,6 +12,9 @@ PRECISION ?= auto
 INIT ?=
 DATA ?=
 SEED ?=
+SEEDS ?=
+LAYERS ?=
+HEAD ?=
 NAME ?= default
 GPUS ?=
 HTTP_PORT ?= 8000
@@ -37,6 +40,7 @@ comma := ,
 quoted = '$(subst ','\'',$(1))'
 option = $(if $($(1)),--$(2) $(call quoted,$($(1))))
 SEEDED := $(if $(SEED),--set seed=$(SEED))
+HEADED := $(if $(LAYERS),--set layers=$(LAYERS)) $(if $(HEAD),--set head=$(HEAD))
 PORTS := --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 # taken as typed: no character of a text means anything to Make or to the shell
 unexport TEXT TEXT_PAIR QUESTION CONTEXT
@@ -52,7 +56,7 @@ given = $(if $(filter command environment,$(firstword $(origin $(1)))),--$(2) "$
 help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14 | sed 's/^/  make /'
-	@echo; echo "  variables: TASK=$(TASK) PRESET=$(PRESET) PRECISION=$(PRECISION) INIT= DATA= SEED= NAME=$(NAME) GPUS=$(GPUS) REPOSITORY=$(REPOSITORY)"
+	@echo; echo "  variables: TASK=$(TASK) PRESET=$(PRESET) PRECISION=$(PRECISION) INIT= DATA= SEED= SEEDS= LAYERS= HEAD= NAME=$(NAME) GPUS=$(GPUS) REPOSITORY=$(REPOSITORY)"
 	@echo "  for ask: TEXT= TEXT_PAIR= QUESTION= CONTEXT=      for set-up: PYTHON= TRITON_PYTHON= TORCH_INDEX_URL="
 
 # a stamp, as a venv that was interrupted half-way has its interpreter already
@@ -102,8 +106,8 @@ pretrain: $(RUN_STAMP) ## A PRESET: masked LM + next sentence, on GPUS, from scr
 ablation: $(RUN_STAMP) ## The paper's pre-training tasks compared, three seeds; an hour on two cores
 	@.venv/bin/python -m benchmarks.ablation
 
-finetune: $(RUN_STAMP) ## TASK on a warm start (INIT), with DATA
-	@$(BERTSHIP) finetune --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) $(SEEDED)
+finetune: $(RUN_STAMP) ## TASK on a warm start (INIT), with DATA; SEEDS=5 runs
+	@$(BERTSHIP) finetune --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) $(call option,SEEDS,seeds) $(SEEDED) $(HEADED)
 
 evaluate: $(RUN_STAMP) ## Metrics of a fine-tuned TASK
 	@$(BERTSHIP) evaluate --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) $(call option,DATA,data)

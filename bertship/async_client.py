@@ -95,10 +95,13 @@ class AsyncClient:
         """The entities of a text of any length."""
         return await self._typed(Entities, task, {"TEXT": text}, parameters)
 
-    async def choose(self, task: str, text: Texts, choices: Texts) -> list[Choice]:
-        """Which of its choices continues each text: `text` [N], `choices` [N, C]."""
-        results: list[Choice] = await self._typed(Choice, task, {"TEXT": wire.listed(text), "CHOICES": choices})
-        return results
+    @overload
+    async def choose(self, task: str, text: str, choices: list[str] | tuple[str, ...]) -> Choice: ...
+    @overload
+    async def choose(self, task: str, text: ManyTexts, choices: ManyTexts) -> list[Choice]: ...
+    async def choose(self, task: str, text: Texts, choices: Any) -> Any:
+        """Which of its choices continues each text: `text` [N], `choices` [N, C]; or one text and its list."""
+        return await self._typed(Choice, task, {"TEXT": text, "CHOICES": choices})
 
     async def ask(self, task: str, parameters: Mapping[str, Any] | None = None, **columns: Texts) -> Any:
         """Answers as plain Python: a dict for plain texts, a list of dicts where any column is a list or an array."""

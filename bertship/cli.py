@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bertship.commands import exporting, serving, tools, training
+from bertship.commands import exporting, serving, tasks, tools, training
 from bertship.console import run
 
 app = typer.Typer(
@@ -44,6 +44,7 @@ for _command in (
     tools.doctor,
 ):
     app.command()(_command)
+app.add_typer(tasks.app)
 
 
 def _version(wanted: bool) -> None:

@@ -110,10 +110,13 @@ class Client:
         """The entities of a text of any length."""
         return self._typed(Entities, task, {"TEXT": text}, parameters)
 
-    def choose(self, task: str, text: Texts, choices: Texts) -> list[Choice]:
-        """Which of its choices continues each text: `text` [N], `choices` [N, C]."""
-        results: list[Choice] = self._typed(Choice, task, {"TEXT": wire.listed(text), "CHOICES": choices})
-        return results
+    @overload
+    def choose(self, task: str, text: str, choices: list[str] | tuple[str, ...]) -> Choice: ...
+    @overload
+    def choose(self, task: str, text: ManyTexts, choices: ManyTexts) -> list[Choice]: ...
+    def choose(self, task: str, text: Texts, choices: Any) -> Any:
+        """Which of its choices continues each text: `text` [N], `choices` [N, C]; or one text and its list."""
+        return self._typed(Choice, task, {"TEXT": text, "CHOICES": choices})
 
     def ask(self, task: str, parameters: Mapping[str, Any] | None = None, **columns: Texts) -> Any:
         """Answers as plain Python: a dict for plain texts, a list of dicts where any column is a list or an array."""

@@ -130,13 +130,29 @@ class FinetuneConfig(_Strict):
 
     epochs: float = Field(default=3.0, gt=0)  # passes over the training set
     min_updates: int = Field(default=200, ge=1)  # a small set is gone through more often (Mosbach et al. 2021)
-    batch_size: int = Field(default=32, gt=0)  # sequences an update
+    batch_size: int = Field(default=32, gt=0)  # examples (windows of long texts) an update
+    accumulation: int = Field(default=1, gt=0)  # parts that a batch is computed in, one after another: less memory
     learning_rate: float = Field(default=5e-5, gt=0)  # at its peak
     warmup_share: float = Field(default=0.1, ge=0, lt=1)  # of the updates; linear, then linear decay to 0
     weight_decay: float = Field(default=0.01, ge=0)
+    bias_correction: bool = True  # of Adam; off is the paper's form, which small sets may not survive
     clip_norm: float = Field(default=1.0, gt=0)
+    evaluations: int = Field(default=1, ge=1)  # of the dev split, evenly over the updates; the best model is kept
+    patience: int = Field(default=0, ge=0)  # evaluations without a better one after which training stops; 0: never
+    # a frozen encoder's layers that the head reads, instead of training the encoder; "" trains it
+    layers: Literal[
+        "", "embeddings", "second_to_last", "last", "weighted_last_four", "concat_last_four", "weighted_all"
+    ] = ""
+    head: Literal["linear", "bilstm"] = "linear"  # on a frozen encoder; bilstm where tokens are labelled
+    document_context: bool = False  # CoNLL: a document is one text, so that words have their neighbours' sentences
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     seed: int = Field(default=42, ge=0)
+
+    @model_validator(mode="after")
+    def _parts_of_a_batch(self) -> "FinetuneConfig":
+        if self.accumulation > self.batch_size:
+            raise ValueError(f"accumulation {self.accumulation} is more than batch_size {self.batch_size}")
+        return self
 
 
 def parse(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:

@@ -43,13 +43,61 @@ VALUE_METRICS = ("pearson", "spearman")
 
 
 def score_squad(gold: Sequence[Sequence[str]], predicted: Sequence[str]) -> dict[str, float]:
-    """Exact match and word F1, the best over the accepted answers; no accepted answer means "" is right."""
-    exact, f1 = [], []
+    """Exact match and word F1, the best over the accepted answers, as SQuAD's scripts compute them.
+
+    Where every question has an answer, that is version 1.1's script. Where one has none, it is version 2.0's: no
+    accepted answer means "" is right, and `has_answer_*` and `no_answer_*` are those of the two kinds of question.
+    """
+    second = not all(gold)
+    exact = []
     for accepted, answer in zip(gold, predicted, strict=True):
-        accepted = accepted or [""]
-        exact.append(max(float(_normal(answer) == _normal(text)) for text in accepted))
-        f1.append(max(_word_f1(answer, text) for text in accepted))
-    return {"f1": float(np.mean(f1)), "exact_match": float(np.mean(exact))}
+        exact.append(max(float(_normal(answer) == _normal(text)) for text in _accepted(accepted, second)))
+    f1 = squad_f1(gold, predicted)
+    scores = {"f1": float(np.mean(f1)), "exact_match": float(np.mean(exact))}
+    if second:
+        has = np.array([bool(accepted) for accepted in gold])
+        for name, chosen in (("has_answer", has), ("no_answer", ~has)):
+            if chosen.any():
+                scores[f"{name}_f1"] = float(np.mean(np.array(f1)[chosen]))
+                scores[f"{name}_exact_match"] = float(np.mean(np.array(exact)[chosen]))
+    return scores
+
+
+def squad_f1(gold: Sequence[Sequence[str]], predicted: Sequence[str]) -> list[float]:
+    """Word F1 of each answer, as in `score_squad`."""
+    second = not all(gold)
+    return [
+        max(_word_f1(answer, text, second) for text in _accepted(accepted, second))
+        for accepted, answer in zip(gold, predicted, strict=True)
+    ]
+
+
+def _accepted(texts: Sequence[str], second: bool) -> Sequence[str]:
+    """For version 2.0's script, an accepted answer without any word is none."""
+    return ([text for text in texts if _normal(text)] or [""]) if second else texts
+
+
+def best_null_threshold(gold: Sequence[Sequence[str]], spans: Sequence[str], null_odds: np.ndarray) -> float:
+    """The threshold on `null_odds` above which "no answer" gives the best F1 (SQuAD 2.0's script finds the same).
+
+    `spans` are the best spans. Of equal thresholds the lowest is taken, as the script does, and the threshold is one
+    of the odds, or one below all of them where no question should be answered.
+    """
+    # what answering with the span wins, or loses, against silence
+    gain = np.array(
+        [
+            max(_word_f1(span, text, True) for text in texts) - max(_word_f1("", text, True) for text in texts)
+            for span, texts in zip(spans, (_accepted(texts, True) for texts in gold), strict=True)
+        ]
+    )
+    order = np.argsort(null_odds, kind="stable")
+    totals = np.concatenate([[0.0], np.cumsum(gain[order])])
+    sorted_odds = np.asarray(null_odds, np.float64)[order]
+    # equal odds are answered together or not at all
+    last = np.append(np.flatnonzero(np.diff(sorted_odds)), len(sorted_odds) - 1) + 1
+    places = np.concatenate([[0], last])
+    best = int(places[np.argmax(totals[places])])
+    return float(sorted_odds[best - 1]) if best else float(sorted_odds[0] - 1.0)
 
 
 def _normal(text: str) -> str:
@@ -58,22 +106,38 @@ def _normal(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def _word_f1(predicted: str, gold: str) -> float:
+def _word_f1(predicted: str, gold: str, second: bool) -> float:
+    """Of two answers without any word, version 2.0 calls equal what version 1.1 gives nothing."""
     a, b = _normal(predicted).split(), _normal(gold).split()
-    common = sum((collections.Counter(a) & collections.Counter(b)).values())
-    if not a or not b:
+    if second and (not a or not b):
         return float(a == b)
-    return 2 * common / (len(a) + len(b))
+    common = sum((collections.Counter(a) & collections.Counter(b)).values())
+    return 2 * common / (len(a) + len(b)) if common else 0.0
 
 
 def score_entities(
     gold: Sequence[Sequence[tuple[str, int, int]]], predicted: Sequence[Sequence[tuple[str, int, int]]]
 ) -> dict[str, float]:
-    """Micro F1, precision and recall over exact (label, start, end): seqeval's strict mode, on places in the text."""
+    """Micro F1, precision and recall over exact (label, start, end): seqeval's strict mode, on places in the text.
+
+    0 where there is nothing to divide by, as in seqeval and conlleval.
+    """
     right = sum(len(set(g) & set(p)) for g, p in zip(gold, predicted, strict=True))
     found, wanted = sum(len(set(p)) for p in predicted), sum(len(set(g)) for g in gold)
     return {
-        "f1": 2 * right / (found + wanted) if found + wanted else 1.0,
-        "precision": right / found if found else float(not wanted),
-        "recall": right / wanted if wanted else 1.0,
+        "f1": 2 * right / (found + wanted) if found + wanted else 0.0,
+        "precision": right / found if found else 0.0,
+        "recall": right / wanted if wanted else 0.0,
     }
+
+
+def calibration_error(scores: np.ndarray, right: np.ndarray, bins: int = 10) -> float:
+    """Expected calibration error: the mean gap between stated probability and share of right answers, over bins of
+    equal width weighted by their size (Guo et al. 2017, section 2). `scores` float [N] in 0..1, `right` bool [N].
+    """
+    place = np.minimum((np.asarray(scores, np.float64) * bins).astype(int), bins - 1)
+    total = 0.0
+    for b in np.unique(place):
+        chosen = place == b
+        total += chosen.sum() * abs(float(np.mean(scores[chosen])) - float(np.mean(right[chosen])))
+    return total / len(scores)

@@ -9,11 +9,11 @@ import numpy as np
 
 from bertship.artifacts import check_files, read_manifest
 from bertship.errors import InputError
-from bertship.tasks.base import Answers, Columns, Encoded, Logits, Task, read_options, row_table
+from bertship.tasks.base import Answers, Columns, Encoded, Logits, Task, nested, read_options, row_table
 from bertship.tokenization import Row, Tokenizer
 
 JSON_OUTPUTS = ("CANDIDATES", "ENTITIES")  # text that holds JSON
-FIRST = ("LABEL", "ANSWER", "ENTITIES", "SCORE")  # what a reader of an answer looks for, before the rest
+FIRST = ("LABEL", "CHOICE", "ANSWER", "ENTITIES", "SCORE")  # what a reader of an answer looks for, before the rest
 BATCH_ROWS = 256  # rows tokenized, run and decoded together; bounds the memory of a whole dev set
 
 
@@ -30,8 +30,10 @@ class Pipeline:
     array(['positive'], dtype=object)
     """
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, runner: Runner) -> None:
+    def __init__(self, task: Task, tokenizer: Tokenizer, runner: Runner, details: bool = False) -> None:
+        """`details` adds to the answers what only an evaluation needs."""
         self.task, self.tokenizer, self.runner = task, tokenizer, runner
+        self._decode = task.behaviour.details if details else task.behaviour.decode
 
     def __call__(self, columns: Columns, parameters: Mapping[str, Any] | None = None) -> Answers:
         """Answers for lists of texts by tensor name, TRUNCATED included: a request's, or a whole data set's.
@@ -47,7 +49,7 @@ class Pipeline:
             encoded = encode(self.task, self.tokenizer, part)
             logits = self.runner(encoded.rows)
             table = row_table(self.task.behaviour, encoded.rows)
-            answers = self.task.behaviour.decode(self.task, part, table, logits, options)
+            answers = self._decode(self.task, part, table, logits, options)
             parts.append({**answers, "TRUNCATED": encoded.truncated})
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -113,23 +115,41 @@ def check_columns(task: Task, columns: Columns) -> None:
         raise InputError(f"{task.name}: inputs of unequal length: {shown} elements; one of each a question is needed")
     if lengths[names[0]] == 0:
         raise InputError(f"{task.name}: {names[0]} is an empty list; at least one element is needed")
-    for name in names:
-        for i, text in enumerate(columns[name]):
-            if not isinstance(text, str):
-                raise InputError(f"{task.name}: {name}[{i}] is {text!r:.60}, a string is needed")
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise InputError(
-                    f"{task.name}: {name}[{i}] has a lone surrogate {text[error.start]!r} at character {error.start}; "
-                    "decode the text with the right encoding first"
-                ) from None
+    for spec in task.behaviour.request():
+        for i, element in enumerate(columns[spec.name]):
+            if len(spec.dims) == 1:
+                _check_text(task, f"{spec.name}[{i}]", element)
+            else:
+                _check_list(task, spec.name, i, element, len(columns[spec.name][0]))
+
+
+def _check_list(task: Task, name: str, i: int, texts: Any, needed: int) -> None:
+    if not isinstance(texts, list | tuple | np.ndarray):
+        raise InputError(f"{task.name}: {name}[{i}] is {texts!r:.60}, a list of strings is needed")
+    if len(texts) != needed or len(texts) < 2:
+        raise InputError(
+            f"{task.name}: {name}[{i}] has {len(texts)} elements; two or more are needed, everywhere the same number"
+        )
+    for j, text in enumerate(texts):
+        _check_text(task, f"{name}[{i}][{j}]", text)
+
+
+def _check_text(task: Task, where: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise InputError(f"{task.name}: {where} is {text!r:.60}, a string is needed")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{task.name}: {where} has a lone surrogate {text[error.start]!r} at character {error.start}; "
+            "decode the text with the right encoding first"
+        ) from None
 
 
 def check_size(task: Task, columns: Columns) -> None:
     """Refuse more characters than one request may have; a whole data set is no request."""
     names = task.behaviour.inputs
-    characters = sum(len(text) for name in names for text in columns[name])
+    characters = sum(len(text) for name in names for text in nested(columns[name]))
     if characters > task.max_characters:
         raise InputError(
             f"{task.name}: the request has {characters:,} characters; at most {task.max_characters:,} are allowed, "

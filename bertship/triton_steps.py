@@ -133,7 +133,8 @@ class TokenizeStep(_RequestStep):
         self.max_rows = int(self.parameters["max_rows"])
         # the padding of native backends, which compute it; the embedded encoder drops it
         self.buckets = [int(length) for length in self.parameters.get("pad_to", "").split(",") if length]
-        encode(self.task, self.tokenizer, {name: ["warm"] for name in self.task.behaviour.inputs})
+        warm = {s.name: ["warm"] if len(s.dims) == 1 else [["warm"] * 2] for s in self.task.behaviour.request()}
+        encode(self.task, self.tokenizer, warm)
 
     def read(self, request: Any) -> dict[str, Any]:
         columns = _texts(self.task, request)
@@ -335,21 +336,28 @@ def _array(request: Any, name: str) -> np.ndarray:
     return pb_utils.get_input_tensor_by_name(request, name).as_numpy()
 
 
-def _texts(task: Task, request: Any) -> dict[str, list[str]]:
-    """The request's texts. Raises InputError for bytes that are not UTF-8."""
-    columns = {}
-    for name in task.behaviour.inputs:
-        texts = []
-        for i, raw in enumerate(_array(request, name).ravel()):
-            try:
-                texts.append(raw.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"{task.name}: {name}[{i}] is not UTF-8 at byte {error.start} (0x{raw[error.start]:02x}); "
-                    "encode texts as UTF-8"
-                ) from None
-        columns[name] = texts
+def _texts(task: Task, request: Any) -> dict[str, list[Any]]:
+    """The request's texts, in lists as deep as their tensors. Raises InputError for bytes that are not UTF-8."""
+    columns: dict[str, list[Any]] = {}
+    for spec in task.behaviour.request():
+        raw = _array(request, spec.name)
+        if len(spec.dims) == 1:
+            columns[spec.name] = [_decoded(task, f"{spec.name}[{i}]", text) for i, text in enumerate(raw.ravel())]
+        else:
+            columns[spec.name] = [
+                [_decoded(task, f"{spec.name}[{i}][{j}]", text) for j, text in enumerate(texts)]
+                for i, texts in enumerate(raw)
+            ]
     return columns
+
+
+def _decoded(task: Task, where: str, raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{task.name}: {where} is not UTF-8 at byte {error.start} (0x{raw[error.start]:02x}); encode texts as UTF-8"
+        ) from None
 
 
 def _parameters(request: Any) -> dict[str, Any]:

@@ -19,10 +19,12 @@ from bertship.errors import (
     TaskUnavailable,
 )
 from bertship.health import STEPS
+from bertship.tasks import KINDS
 
 ManyTexts = list[Any] | tuple[Any, ...] | np.ndarray
 Texts = str | bytes | ManyTexts | Sequence[Any]
 
+TABLES = {spec.name for kind in KINDS.values() for spec in kind.request() if len(spec.dims) > 1}  # lists of texts
 POOL_SIZE = 32  # idle connections that are kept
 MAX_MESSAGE_MIB = 64  # far above the 4 MB that a request's 1,000,000 characters can come to
 _MIB = 1 << 20
@@ -58,10 +60,14 @@ class Address:
 def arrays(columns: Mapping[str, Texts]) -> dict[str, np.ndarray]:
     """Texts by tensor name as BYTES arrays: a text or a list [N]; an array [N] or [N, 1] as [N]; choices [N, C].
 
+    One question's choices may come as a plain list of them.
+
     Raises InputError for what is no string, and for lists of lists of unequal length.
     """
     made = {}
     for name, texts in columns.items():
+        if name in TABLES:
+            texts = _lists(name, texts)
         if isinstance(texts, str | bytes):
             texts = [texts]
         elif not isinstance(texts, np.ndarray):
@@ -72,7 +78,7 @@ def arrays(columns: Mapping[str, Texts]) -> dict[str, np.ndarray]:
         shape = np.shape(texts) if isinstance(texts, np.ndarray) else _shape(name, texts)
         values = np.empty(int(np.prod(shape)), object)
         values[:] = [_bytes(name, text) for text in _flat(texts)]
-        made[name] = values.reshape(shape) if len(shape) > 1 and shape[-1] > 1 else values
+        made[name] = values.reshape(shape) if name in TABLES or (len(shape) > 1 and shape[-1] > 1) else values
     return made
 
 
@@ -83,8 +89,19 @@ def listed(texts: Texts) -> ManyTexts:
 
 def single(columns: Mapping[str, Texts]) -> bool:
     """Whether a request is for one answer: every column is a plain text, or one text's choices."""
-    texts = [value for value in columns.values() if isinstance(value, str | bytes)]
-    return len(texts) == len(columns)
+    return all(_is_one(value) if name in TABLES else isinstance(value, str | bytes) for name, value in columns.items())
+
+
+def _is_one(lists: Any) -> bool:
+    """Whether a column of lists of texts is one such list alone."""
+    return len(lists) > 0 and isinstance(lists[0], str | bytes)
+
+
+def _lists(name: str, texts: Any) -> Any:
+    """A column of lists of texts, of one list where it is one list alone. Raises InputError."""
+    if isinstance(texts, str | bytes) or not hasattr(texts, "__len__"):
+        raise InputError(f"{name} is {texts!r:.60}; a list of texts, or a list of such lists, is needed")
+    return [texts] if _is_one(texts) else texts
 
 
 def request_tensors(protocol: Any, columns: Mapping[str, Texts], max_bytes: int) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import numpy_helper
-from onnxruntime.transformers.float16 import convert_float_to_float16
+from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
 from onnxruntime.transformers.onnx_model import OnnxModel
 
 from bertship.errors import CheckFailed
@@ -24,6 +24,7 @@ from export.onnx_graph import check_graph, quiet
 FLOAT = onnx.TensorProto.FLOAT
 FP16_LARGEST = float(np.finfo(np.float16).max)
 NORM = "LayerNormalization"
+FP32_ONLY = ("LSTM",)  # ONNX Runtime has no FP16 kernel of it on a CPU
 HEADROOM = 2  # texts that were not looked at may reach further
 LARGEST_DEVIATION = float(np.sqrt(FP16_LARGEST)) / HEADROOM
 
@@ -41,7 +42,11 @@ def to_fp16(source: Path, target: Path, rows: Sequence[Row] = ()) -> None:
             )
     with quiet():
         graph = convert_float_to_float16(
-            model, keep_io_types=True, max_finite_val=FP16_LARGEST, node_block_list=fp32_norms(source, rows)
+            model,
+            keep_io_types=True,
+            max_finite_val=FP16_LARGEST,
+            op_block_list=[*DEFAULT_OP_BLOCK_LIST, *FP32_ONLY],
+            node_block_list=fp32_norms(source, rows),
         )
     # the converter puts the casts of islands last, and leaves the types from before beside them
     OnnxModel.graph_topological_sort(graph.graph)

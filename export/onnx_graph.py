@@ -41,9 +41,22 @@ def export_onnx(model: HeadedModel, path: Path) -> None:
             verbose=False,
         )
     graph = onnx.load(path)
+    free_sequence(graph.graph, model)
     halve_last(graph.graph)
     onnx.save(graph, path)
     check_graph(path)
+
+
+def free_sequence(graph: onnx.GraphProto, model: HeadedModel) -> None:
+    """Where the graph has an LSTM, take back the traced length that the exporter states behind it.
+
+    The nodes run at any length; only the stated shapes are those of the example.
+    """
+    if model.PER_TOKEN and any(node.op_type == "LSTM" for node in graph.node):
+        del graph.value_info[:]
+        for output in graph.output:
+            for place, name in enumerate(("batch", "sequence")):
+                output.type.tensor_type.shape.dim[place].dim_param = name
 
 
 def check_graph(path: Path) -> None:

@@ -21,7 +21,7 @@ from bertship.artifacts import check_files, publish, read_manifest, write_text
 from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
-from bertship.tasks import KINDS, TASKS
+from bertship.tasks import TASKS
 from bertship.tasks.base import Task, TensorSpec
 from bertship.triton_limits import CORES, MAX_QUEUE, MAX_ROWS, QUEUE_TIMEOUT_S
 from serving.plan import PLAN_FILE, Plan, default_plan, plan_of
@@ -32,6 +32,7 @@ VERSION = "1"
 ENCODER_INPUTS = tuple(TensorSpec(name, "INT64", (-1, -1)) for name in OnnxRunner.INPUTS)
 TRUNCATED = TensorSpec("TRUNCATED", "BOOL")
 SERVED = "served.json"  # beside the graph: its precision, its name in the export, its hash
+COMMITTED = ("sst2", "mnli", "stsb", "squad", "ner")  # built-in tasks whose configurations version control holds
 STEPS = {"tokenize": "TokenizeStep", "encode": "EncodeStep", "decode": "DecodeStep"}
 
 
@@ -153,9 +154,9 @@ def served_precision(repository: Path, task_name: str) -> str | None:
 
 
 def render_configurations(repository: Path) -> None:
-    """Write what version control holds of every built-in task, and nothing else."""
-    for task in TASKS.values():
-        for name, text in render_files(task).items():
+    """Write what version control holds, and nothing else."""
+    for task in COMMITTED:
+        for name, text in render_files(TASKS[task]).items():
             write_text(repository / name, text)
 
 
@@ -283,7 +284,7 @@ def _rows(types: Mapping[str, str] | None = None, **more: Any) -> list[Any]:
 
 
 def _requests(task: Task) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name, "BYTES") for name in KINDS[task.kind].inputs)
+    return task.behaviour.request()
 
 
 def _datatype(spec: TensorSpec) -> int:

@@ -8,6 +8,7 @@ from bertship.tasks.readers import read_split
 
 PLAIN = 'name = "own"\nkind = "sentence"\n'
 FILES = '[files]\ncolumns = { TEXT = "message" }\n'
+CHOSEN = '[files]\nformat = "csv"\ncolumns = { TEXT = "q", CHOICES = ["a", "b"] }\n'
 PAIRED = '[files]\ncolumns = { TEXT = "a", TEXT_PAIR = "b" }\n'
 
 
@@ -28,6 +29,7 @@ def test_built_in_tasks_survive_json(task):
         ("sentence", FILES, ("accuracy",)),
         ("pair", PAIRED, ("accuracy",)),
         ("regression", PAIRED, ("pearson",)),
+        ("multiple_choice", CHOSEN, ("accuracy",)),
         ("span", "", ("f1",)),
         ("token", "", ("f1",)),
     ],
@@ -42,7 +44,8 @@ def test_every_kind(tmp_path, kind, files, metrics):
 
 
 def test_every_kind_is_tried():
-    assert set(KINDS) == {"sentence", "pair", "regression", "span", "token"}
+    kinds = {"sentence", "pair", "regression", "single_regression", "multiple_choice", "span", "token"}
+    assert set(KINDS) == kinds
 
 
 def test_all_fields(tmp_path):
@@ -119,7 +122,7 @@ TOKENS = 'name = "own"\nkind = "token"\n'
         ),
         (
             TOKENS + '[files]\nformat = "csv"\ncolumns = { TEXT = "a" }\n',
-            "files.format 'csv' does not fit kind 'token'",
+            "files.format 'csv' does not fit kind 'token'; it has conll, jsonl",
         ),
         (TOKENS + '[files]\ncolumns = { TEXT = "a" }\n', "files.columns .*: one for each of nothing"),
         (TOKENS + 'labels = ["PER", "LOC"]\n', r"labels \['PER', 'LOC'\]: O, and B-NAME and I-NAME"),

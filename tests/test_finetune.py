@@ -1,5 +1,6 @@
 """train/finetune.py, evaluate.py and torch_runner.py: losses, batches, what diverges, what repeats."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -17,6 +18,8 @@ from train.checkpoint import save_model
 from train.evaluate import evaluate, load_finetuned
 from train.finetune import LOSSES, batches
 from train.torch_runner import TorchRunner
+
+WHOLE = torch.ones(1, 1, dtype=torch.int64)  # a mask for losses that look at none
 
 
 def silent(line: str) -> None:
@@ -48,7 +51,8 @@ def run(head, init, out, **settings):
 
 
 def losses(out):
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 def test_a_run_repeats_itself_and_another_seed_does_not(head, init, tmp_path):
@@ -65,9 +69,9 @@ def test_a_run_repeats_itself_and_another_seed_does_not(head, init, tmp_path):
 def test_non_finite_gradients_are_skipped_and_ten_in_a_row_stop_the_run(head, init, tmp_path, monkeypatch):
     real, calls = finetune.LOSSES[TASKS_BY_HEAD[head].behaviour.loss], []
 
-    def spoilt(outputs, targets):
+    def spoilt(outputs, targets, mask):
         calls.append(1)
-        return real(outputs, targets) * (float("nan") if len(calls) in bad else 1)
+        return real(outputs, targets, mask) * (float("nan") if len(calls) in bad else 1)
 
     monkeypatch.setitem(finetune.LOSSES, TASKS_BY_HEAD[head].behaviour.loss, spoilt)
     bad = {2, 3}
@@ -94,10 +98,10 @@ def test_a_task_longer_than_the_model_is_refused(init, tmp_path, head):
 def test_cross_entropy_and_mean_squared_error():
     logits = torch.randn(5, 3)
     expected = functional.cross_entropy(logits, torch.tensor([0, 1, 2, 1, 0]))
-    assert torch.equal(LOSSES["cross_entropy"]([logits], [0, 1, 2, 1, 0]), expected)
+    assert torch.equal(LOSSES["cross_entropy"]([logits], [0, 1, 2, 1, 0], WHOLE), expected)
     predicted = torch.tensor([[1.0], [2.0], [4.0]])
     # (N, 1) against (N,) would broadcast to N x N and give another number
-    assert LOSSES["mean_squared_error"]([predicted], [1.5, 2.0, 2.0]).item() == pytest.approx((0.25 + 0 + 4) / 3)
+    assert LOSSES["mean_squared_error"]([predicted], [1.5, 2.0, 2.0], WHOLE).item() == pytest.approx((0.25 + 0 + 4) / 3)
 
 
 def test_span_loss_is_the_mean_of_both_ends():
@@ -105,30 +109,172 @@ def test_span_loss_is_the_mean_of_both_ends():
     expected = (
         functional.cross_entropy(start, torch.tensor([1, 0])) + functional.cross_entropy(end, torch.tensor([3, 0]))
     ) / 2
-    assert torch.allclose(LOSSES["span"]([start, end], [(1, 3), (0, 0)]), expected)
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    assert torch.allclose(LOSSES["span"]([start, end], [(1, 3), (0, 0)], mask), expected)
+    # padding, whatever stands there, has no share
+    wider = [torch.cat([logits, torch.full((2, 3), 50.0)], 1) for logits in (start, end)]
+    mask = torch.cat([mask, torch.zeros(2, 3, dtype=torch.int64)], 1)
+    assert torch.allclose(LOSSES["span"](wider, [(1, 3), (0, 0)], mask), expected)
 
 
 def test_token_loss_counts_labelled_tokens_alone():
     logits = torch.randn(2, 4, 3)
     targets = [np.array([IGNORED, 1, IGNORED, 2]), np.array([IGNORED, 0])]
     expected = functional.cross_entropy(logits[[0, 0, 1], [1, 3, 1]], torch.tensor([1, 2, 0]))
-    assert torch.allclose(LOSSES["token"]([logits], targets), expected)
-    assert LOSSES["token"]([logits], [np.array([IGNORED])] * 2).item() == 0  # and not NaN
+    assert torch.allclose(LOSSES["token"]([logits], targets, WHOLE), expected)
+    assert LOSSES["token"]([logits], [np.array([IGNORED])] * 2, WHOLE).item() == 0  # and not NaN
 
 
 def test_batches_hold_every_row_once_an_epoch_with_little_padding():
     rng = np.random.default_rng(0)
     rows = rows_of(*rng.integers(1, 100, 3000))
     config = FinetuneConfig(batch_size=16, seed=3)
-    drawn = batches(rows, config)
+    lengths = [len(row) for row in rows]
+    drawn = batches(lengths, config)
     epochs = [[next(drawn) for _ in range(188)] for _ in range(2)]
     for epoch in epochs:
         assert sorted(np.concatenate(epoch).tolist()) == list(range(3000))
     assert [b.tolist() for b in epochs[0]] != [b.tolist() for b in epochs[1]]
-    again = batches(rows, config)
+    again = batches(lengths, config)
     assert all(np.array_equal(next(again), batch) for batch in epochs[0])
     padded = sum(len(b) * max(len(rows[i]) for i in b) for b in epochs[0])
     assert sum(map(len, rows)) / padded > 0.95
+
+
+def test_a_loss_over_choices_sees_each_question_whole():
+    """fit.11: softmax over four, not one decision a pair."""
+    scores = torch.randn(8, 1)
+    expected = functional.cross_entropy(scores.view(2, 4), torch.tensor([3, 0]))
+    assert torch.equal(LOSSES["choice"]([scores], [3, 0], WHOLE), expected)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_parts_of_a_batch_make_the_same_gradient(init, head, tmp_path, monkeypatch, parts):
+    """trn.1: a mean over all targets of the batch, whatever it is split into."""
+    stored = json.loads((init / "config.json").read_text("utf-8"))
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (init / "config.json").write_text(json.dumps(stored | still))
+    gradients = []
+
+    def keep(optimizer, schedule, parameters, clip_norm):
+        gradients.append([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
+        return 0.0, True
+
+    monkeypatch.setattr(finetune, "clip_and_step", keep)
+    losses = []
+    for accumulation in (1, parts):
+        config = FinetuneConfig(batch_size=5, accumulation=accumulation, precision="fp32")
+        run = finetune._Run(TASKS_BY_HEAD[head], init, tmp_path, config, make_examples(head), silent)
+        losses.append(run.update([3, 1, 4, 9, 5])[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for whole, split in zip(*gradients, strict=True):
+        torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-4)
+
+
+def test_the_best_model_is_kept_and_patience_ends_a_run(init, head, tmp_path, monkeypatch):
+    metric = TASKS_BY_HEAD[head].metrics[0]
+    scores = iter([0.2, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1])
+    seen = []
+    real = type(TASKS_BY_HEAD[head].behaviour).score
+
+    def score(self, task, examples, answers):
+        seen.append(1)
+        return real(self, task, examples, answers) | {metric: next(scores, 0.0)}
+
+    monkeypatch.setattr(type(TASKS_BY_HEAD[head].behaviour), "score", score)
+    manifest = run(head, init, tmp_path / "out", min_updates=12, evaluations=6, patience=2)
+    assert manifest["metrics"][metric] == 0.9 and manifest["metrics"]["best_step"] == 4
+    assert len(losses(tmp_path / "out")) == 8  # the evaluations at 6 and 8 were no better
+    short = run(head, init, tmp_path / "short", min_updates=12, evaluations=3)
+    assert short["metrics"]["best_step"] == 4
+
+
+def test_labels_of_a_checkpoints_head_go_by_name(tmp_path):
+    """fit.1: the same head, its labels stored in another order, gives the same answers."""
+    task, model = TASKS_BY_HEAD["sentence"], make_model("sentence")
+    folders = [tmp_path / name for name in ("same", "turned", "other")]
+    for folder in folders:
+        folder.mkdir()
+    save_model(model, TOKENIZER, folders[0], task.labels)
+    with torch.no_grad():
+        for tensor in (model.classifier.weight, model.classifier.bias):
+            tensor.copy_(tensor[[2, 0, 1]].clone())
+    save_model(model, TOKENIZER, folders[1], [task.labels[i] for i in (2, 0, 1)])
+    save_model(model, TOKENIZER, folders[2], ["x", "y", "z"])
+    told = [[], [], []]
+    examples = make_examples("sentence")
+    config = FinetuneConfig(min_updates=1, epochs=0.01, learning_rate=1e-9, batch_size=4, precision="fp32")
+    answers = []
+    for folder, said in zip(folders, told, strict=True):
+        finetune.finetune(task, folder, folder / "out", config, examples, examples[:4], said.append)
+        loaded, tokenizer, trained = load_finetuned(folder / "out")
+        answers.append(evaluate(loaded, tokenizer, TorchRunner(trained, 0), examples)[1]["PROBABILITIES"])
+    np.testing.assert_allclose(answers[0], answers[1], atol=1e-5)
+    assert any("put into that of moods" in line for line in told[1])
+    assert any("has other labels (x, y, z): the new one starts afresh" in line for line in told[2])
+    assert not any("labels" in line for line in told[0])
+
+
+def test_a_run_whose_labels_contradict_each_other_is_refused(tmp_path):
+    from small_bert import make_run
+
+    folder = make_run(tmp_path / "run", "sentence")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config["id2label"] = {"0": "good", "1": "bad", "2": "odd"}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"task.json has the labels bad, good, odd, model/config.json has good, bad"):
+        load_finetuned(folder)
+
+
+def test_a_lowercasing_tokenizer_beside_a_cased_vocabulary_is_refused(tmp_path):
+    """tok.3"""
+    folder = tmp_path / "init"
+    folder.mkdir()
+    save_model(make_model("token"), TOKENIZER, folder)
+    pieces = (folder / "vocab.txt").read_text("utf-8").split("\n")[:-1]
+    pieces[10:20] = list("ABCDEFGHIJ")
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n", "utf-8")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"lowercases, and 10 of the vocabulary's \d+ pieces have capitals"):
+        run("token", folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_bias_correction_is_an_option(init, head, tmp_path, bias_correction):
+    """fit.4: on by default; the paper's form is there."""
+    kind = {True: torch.optim.AdamW, False: finetune.BertAdam}[bias_correction]
+    config = FinetuneConfig(bias_correction=bias_correction, weight_decay=0.5)
+    optimizer = finetune._optimizer(make_model(head), config)
+    assert type(optimizer) is kind and FinetuneConfig().bias_correction
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    run(head, init, tmp_path / "out", bias_correction=bias_correction)
+
+
+def test_a_run_that_answers_one_class_is_named(tmp_path):
+    """fit.3"""
+    task = TASKS_BY_HEAD["sentence"]
+    init = tmp_path / "init"
+    init.mkdir()
+    save_model(make_model("sentence"), TOKENIZER, init)
+    examples = make_examples("sentence")
+    train = [dataclasses.replace(e, target="good") for e in examples]
+    said = []
+    config = FinetuneConfig(min_updates=30, epochs=0.1, batch_size=8, learning_rate=5e-3, precision="fp32")
+    manifest = finetune.finetune(task, init, tmp_path / "out", config, train, examples, said.append)
+    assert manifest["degenerate"] == "every answer is 'good'"
+    assert any("WARNING: a degenerate run (seed 42): every answer is 'good'" in line for line in said)
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert "This run is degenerate" in page and "Confusion matrix" in page
+
+
+def test_a_report_shows_curves_errors_and_calibration(init, head, tmp_path):
+    run(head, init, tmp_path / "out", evaluations=3)
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    for heading in ("Loss", "Dev split while training", "By the texts&#x27; length", "Calibration", "Reproduce"):
+        assert f"<h2>{heading}</h2>" in page, heading
+    assert "The worst of" in page and "<svg" in page and "prefers-color-scheme: dark" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
 
 
 def test_the_torch_runner_gives_each_row_its_own_tokens_in_order(head):
@@ -139,3 +285,35 @@ def test_the_torch_runner_gives_each_row_its_own_tokens_in_order(head):
         for name, output in zip(runner.outputs, alone, strict=True):
             assert together[name][i].shape == output[0].shape
             np.testing.assert_allclose(together[name][i], output[0], atol=1e-5)
+
+
+def test_only_pieces_that_occur_are_trained_and_the_rest_stays(tmp_path):
+    """The same weights as with the whole table; pieces that never occur are those of the warm start, bit for bit."""
+    task = TASKS_BY_HEAD["sentence"]
+    init = tmp_path / "init"
+    init.mkdir()
+    save_model(make_model("sentence"), TOKENIZER, init)
+    stored = json.loads((init / "config.json").read_text("utf-8"))
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (init / "config.json").write_text(json.dumps(stored | still))
+    examples = [e for e in make_examples("sentence") if "z" not in e.columns["TEXT"]]
+    config = FinetuneConfig(batch_size=4, precision="fp32", weight_decay=0.0, learning_rate=1e-3)
+    tables = []
+    for whole in (False, True):
+        run = finetune._Run(task, init, tmp_path, config, examples, silent)
+        if whole:
+            run.pieces.restore()
+            run.pieces = None
+            run.optimizer = finetune._optimizer(run.model, config)
+            run.schedule = finetune.linear_schedule(run.optimizer, 20, run.steps)
+        run.model.train()
+        for _ in range(3):
+            run.update([0, 1, 2, 3])
+        if run.pieces is not None:
+            run.pieces.restore()
+        tables.append(run.model.encoder.embeddings.word.weight.detach().clone())
+    torch.testing.assert_close(tables[0], tables[1], atol=1e-6, rtol=0)
+    before = make_model("sentence").encoder.embeddings.word.weight
+    unused = [TOKENIZER.backend.token_to_id(piece) for piece in ("z", "##z", "[MASK]")]
+    assert torch.equal(tables[0][unused], before[unused])
+    assert not torch.equal(tables[0], before)

@@ -16,8 +16,8 @@ from conftest import LEARNT, SETTINGS, Line
 from bertship.client import Client
 from bertship.errors import InvalidRequest, RequestTimeout, ServerUnavailable
 from bertship.pipeline import from_export
-from bertship.tasks import TASKS, get_task
-from serving.repository import render_files
+from bertship.tasks import get_task
+from serving.repository import COMMITTED, render_files
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS: dict[str, dict[str, list[str]]] = {
@@ -25,6 +25,10 @@ QUESTIONS: dict[str, dict[str, list[str]]] = {
     "weather": {"TEXT": ["It is warm", "It is awful in the river", ""]},
     "mnli": {"TEXT": ["Anna is here", ""], "TEXT_PAIR": ["it is cold", "it is lovely"]},
     "stsb": {"TEXT": ["the garden", "the river"], "TEXT_PAIR": ["the garden", ""]},
+    "swag": {
+        "TEXT": ["Anna is here.", ""],
+        "CHOICES": [["It was warm", "It was cold", "", "It was dull " * 200], ["", "a", "b", "naïve 😀"]],
+    },
     "squad": {
         "QUESTION": ["Where did Anna go?", "Where did Felix go?", "", "Where " * 100],
         "CONTEXT": [
@@ -66,6 +70,12 @@ def test_answers_are_right(line: Line) -> None:
         assert [answer["ANSWER"] for answer in answers] == ["market", "castle"]
         for answer, context in zip(answers, question["CONTEXT"], strict=False):
             assert context[answer["START"] : answer["END"]] == answer["ANSWER"]
+        choices = ["It was awful", "It was lovely", "It was cold", "It was harsh"]
+        answer = client.ask("swag", TEXT="Anna is here.", CHOICES=choices)
+        assert answer["CHOICE"] == 1 and len(answer["PROBABILITIES"]) == 4
+        assert client.ask("swag", TEXT=["Anna is here."], CHOICES=[choices]) == [answer]
+        with pytest.raises(InvalidRequest, match=r"CHOICES\[0\] has 1 elements; two or more"):
+            client.ask("swag", TEXT="Anna is here.", CHOICES=["one"])
         text = QUESTIONS["ner"]["TEXT"][2]
         entities = client.ask("ner", TEXT=text)["ENTITIES"]
         assert [(e["label"], e["text"]) for e in entities] == [("person", "Bruno"), ("place", "Old castle")]
@@ -183,7 +193,7 @@ def test_unlike_lengths_reach_the_encoder_together(line: Line) -> None:
     assert executions < requests
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
+@pytest.mark.parametrize("name", COMMITTED)
 def test_what_is_committed_is_what_is_rendered(name: str) -> None:
     for path, text in render_files(get_task(name)).items():
         committed = ROOT / "model_repository" / path

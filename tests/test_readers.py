@@ -196,7 +196,7 @@ def test_splits_are_found_by_their_names(tmp_path):
     with pytest.raises(InputError, match=f"no train file for task sst2 in {tmp_path}; looked for train.tsv"):
         read_split(SST2, tmp_path, "train")
     with pytest.raises(InputError, match="looked for nothing: the task has no such split"):
-        read_split(SST2, tmp_path, "test")
+        read_split(SST2, tmp_path, "eval")
     (tmp_path / "train.tsv").write_text("sentence\tlabel\n")
     with pytest.raises(InputError, match=r"train.tsv holds no examples"):
         read_split(SST2, tmp_path, "train")

@@ -48,6 +48,9 @@ HUGGING_FACE_NAMES = {
     "nsp": "cls.seq_relationship",
     "classifier": "classifier",
     "span": "qa_outputs",
+    # heads that transformers does not know keep their names (`train.features`)
+    "mix": "mix",
+    **{name: name for name in ("lstm.forward_1", "lstm.backward_1", "lstm.forward_2", "lstm.backward_2")},
 }
 OUR_NAMES = {theirs: ours for ours, theirs in HUGGING_FACE_NAMES.items()}
 

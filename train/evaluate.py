@@ -1,18 +1,24 @@
 """A fine-tuned model's metrics, through the same pipeline that serves it."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bertship.artifacts import read_manifest
 from bertship.errors import InputError
-from bertship.pipeline import Pipeline, Runner
+from bertship.pipeline import BATCH_ROWS, Pipeline, Runner
 from bertship.tasks import Example, Task
 from bertship.tasks.base import Answers
 from bertship.tokenization import Tokenizer
-from train.checkpoint import load_model
-from train.heads import HEADS
+from train.checkpoint import labels_of, load_model
+from train.features import model_class
+from train.progress import progress
 from train.torch_runner import TorchRunner
+
+Report = Callable[[str], None]
 
 
 def columns_of(task: Task, examples: Sequence[Example], annotations: bool = False) -> dict[str, list[Any]]:
@@ -21,37 +27,81 @@ def columns_of(task: Task, examples: Sequence[Example], annotations: bool = Fals
     return {name: [example.columns[name] for example in examples] for name in names}
 
 
+def answer(
+    task: Task,
+    tokenizer: Tokenizer,
+    runner: Runner,
+    columns: dict[str, list[Any]],
+    report: Report | None = None,
+    what: str = "answering",
+) -> Answers:
+    """The answers to a whole data set with the kind's details; `report` is told now and then how far it is."""
+    pipeline = Pipeline(task, tokenizer, runner, details=True)
+    total = len(columns[task.behaviour.inputs[0]])
+    starts = range(0, total, BATCH_ROWS)
+    parts = []
+    with progress(what, len(starts), report) if report else contextlib.nullcontext(lambda facts: None) as advance:
+        for start in starts:
+            parts.append(pipeline({name: values[start : start + BATCH_ROWS] for name, values in columns.items()}))
+            advance(f"{min(start + BATCH_ROWS, total):,} of {total:,} examples")
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
 def evaluate(
-    task: Task, tokenizer: Tokenizer, runner: Runner, examples: Sequence[Example]
+    task: Task,
+    tokenizer: Tokenizer,
+    runner: Runner,
+    examples: Sequence[Example],
+    report: Report | None = None,
 ) -> tuple[dict[str, float], Answers]:
-    """Metrics (shares are 0..1) and the answers that they judge.
+    """Metrics (shares are 0..1) and the answers that they judge, with the kind's details.
 
     Where the data says more than a request would (the words of a CoNLL file), the metrics use it, as is usual, and
     `served_*` are those of the plain texts.
     """
-    pipeline = Pipeline(task, tokenizer, runner)
-    answers = pipeline(columns_of(task, examples, annotations=True))
+    answers = answer(task, tokenizer, runner, columns_of(task, examples, annotations=True), report, "evaluating")
     metrics = task.behaviour.score(task, examples, answers)
-    if task.behaviour.annotations:
-        served = task.behaviour.score(task, examples, pipeline(columns_of(task, examples)))
-        metrics |= {f"served_{name}": value for name, value in served.items()}
-    return metrics, answers
+    return metrics | served(task, tokenizer, runner, examples, report), answers
+
+
+def served(
+    task: Task, tokenizer: Tokenizer, runner: Runner, examples: Sequence[Example], report: Report | None = None
+) -> dict[str, float]:
+    """`served_*`: the metrics of the plain texts, where labelled data says more than a request would."""
+    if not task.behaviour.annotations:
+        return {}
+    plain = answer(task, tokenizer, runner, columns_of(task, examples), report, "evaluating as served")
+    return {f"served_{name}": value for name, value in task.behaviour.score(task, examples, plain).items()}
 
 
 def load_finetuned(run_dir: Path) -> tuple[Task, Tokenizer, Any]:
-    """Task, tokenizer and PyTorch model of a fine-tuning run. Raises InputError when it is none."""
+    """Task, tokenizer and PyTorch model of a fine-tuning run.
+
+    Raises InputError when it is none, or when what the task says and what its model says contradict each other.
+    """
     read_manifest(run_dir, "finetune")
     if not (run_dir / "task.json").is_file():
         raise InputError(f"{run_dir} has no task.json; fine-tune again")
     task = Task.from_file(run_dir / "task.json")
-    model, report = load_model(HEADS[task.behaviour.head], run_dir / "model", task.behaviour.width(task))
+    stated = labels_of(run_dir / "model") if task.labels else ()
+    if stated and stated != task.labels:
+        raise InputError(
+            f"{run_dir}: task.json has the labels {', '.join(task.labels)}, model/config.json has {', '.join(stated)}; "
+            "an answer would carry another label's name: fine-tune again"
+        )
+    model, report = load_model(model_class(task), run_dir / "model", task.behaviour.width(task))
     if not report.complete:
         raise InputError(f"{run_dir}/model lacks weights ({report.describe()}); fine-tune again")
+    if task.max_tokens > model.config.max_position_embeddings:
+        raise InputError(
+            f"{run_dir}: task.json uses {task.max_tokens} tokens, its model has positions for "
+            f"{model.config.max_position_embeddings}; fine-tune again"
+        )
     return task, Tokenizer.from_dir(run_dir / "model"), model
 
 
-def evaluate_run(run_dir: Path, examples: Sequence[Example]) -> dict[str, float]:
+def evaluate_run(run_dir: Path, examples: Sequence[Example], report: Report | None = None) -> dict[str, float]:
     """Metrics of a fine-tuning run on `examples`."""
     task, tokenizer, model = load_finetuned(run_dir)
-    metrics, _ = evaluate(task, tokenizer, TorchRunner(model, tokenizer.pad_id), examples)
+    metrics, _ = evaluate(task, tokenizer, TorchRunner(model, tokenizer.pad_id), examples, report)
     return metrics

@@ -10,7 +10,6 @@ from bertship.artifacts import is_current, read_manifest
 from bertship.config import (
     CorpusConfig,
     EncoderConfig,
-    FinetuneConfig,
     PretrainConfig,
     load_preset,
     parse,
@@ -19,13 +18,14 @@ from bertship.config import (
 from bertship.errors import InputError
 from bertship.tasks import Task
 from bertship.tokenization import Tokenizer
-from train import corpus, finetune, pretrain
+from train import corpus, pretrain
 from train.data import load_examples
-from train.evaluate import evaluate_run
+from train.evaluation import dev_splits, evaluate_splits, task_of_run
 from train.heads import PretrainingModel
 from train.inputs import find_inputs
 from train.model import count_parameters
 from train.sources import fetch, hub_model
+from train.training_data import read_training_data
 
 Report = Callable[[str], None]
 WARM_START = "minilm"
@@ -151,29 +151,23 @@ def make_finetuning(
     force: bool = False,
 ) -> dict[str, Any]:
     """A fine-tuning run of `task`; labels that the task leaves open are taken from the training examples."""
-    config = parse(FinetuneConfig, {**task.training, **settings}, f"settings of task {task.name}")
-    train = load_examples(task, data, "train", report)
-    if task.behaviour.needs_labels and not task.labels:
-        task = task.with_labels(task.behaviour.labels_in(train))
-        report(f"{len(task.labels)} labels of {task.name}, from the training data: {_some(task.labels)}")
-        if len(task.labels) < 2:
-            raise InputError(f"the training data of {task.name} has one label alone; two or more are needed")
-    dev = load_examples(task, data, "dev", report)
-    task.behaviour.check(task, dev)
-    directory, name = init
-    if not force and is_current(out, finetune.fingerprint_of(task, directory, config, train, dev)):
+    found = read_training_data(task, data, settings, report)
+    if not force and is_current(out, found.fingerprint(init[0])):
         return _reused(out, report)
-    return finetune.finetune(task, directory, out, config, train, dev, report, name, data)
+    return found.finetune(init, out, report)
 
 
-def make_evaluation(task: Task, run: Path, data: str | None, report: Report) -> dict[str, float]:
-    """Metrics of a fine-tuning run on the task's dev split, of the data that it was trained on if none is given."""
+def make_evaluation(
+    task: Task, run: Path, data: str | None, report: Report, out: Path | None = None
+) -> dict[str, float]:
+    """Metrics of a fine-tuning run on the task's labelled splits, of the data that it was trained on if none is given.
+
+    With `out`, what others' scripts read and a page about the mistakes are published there.
+    """
     data = data or read_manifest(run, "finetune")["inputs"].get("data")
-    return evaluate_run(run, load_examples(task, data, "dev", report))
-
-
-def _some(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+    trained = task_of_run(task, run)
+    examples = {split: load_examples(trained, data, split, report) for split in dev_splits(trained, data)}
+    return evaluate_splits(run, examples, report, out)
 
 
 def _reused(out: Path, report: Report) -> dict[str, Any]:

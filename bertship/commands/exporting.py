@@ -108,6 +108,7 @@ def predict(
     question: TextOption = None,
     context: TextOption = None,
     parameter: ParameterOption = None,
+    choice: TextOption = None,
     precision: PrecisionOption = "auto",
     runs: RunsOption = RUNS,
 ) -> None:
@@ -118,7 +119,8 @@ def predict(
     export = runs / "export" / get_task(task).name
     need(export, f"bertship export --task {task}")
     pipeline = load("bertship.pipeline:from_export")(export, None if precision == "auto" else precision)
-    answers = pipeline.ask(parse_columns(text, text_pair, question, context), parse_parameters(parameter))
+    columns = parse_columns(text, text_pair, question, context, choice)
+    answers = pipeline.ask(columns, parse_parameters(parameter))
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
 
 

@@ -27,7 +27,10 @@ NameOption = Annotated[
     str,
     typer.Option("--name", help="The run's name: several runs can stand side by side.", callback=plain_name),
 ]
-DataOption = Annotated[str | None, typer.Option("--data", help="A folder with the task's official files.")]
+DataOption = Annotated[
+    str | None,
+    typer.Option("--data", help="A folder with the task's official files, or a name on the Hugging Face hub."),
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the configuration.")
 ]
@@ -95,10 +98,16 @@ def parse_parameters(pairs: list[str] | None) -> dict[str, str]:
 
 
 def parse_columns(
-    text: list[str] | None, text_pair: list[str] | None, question: list[str] | None, context: list[str] | None
-) -> dict[str, list[str]]:
+    text: list[str] | None,
+    text_pair: list[str] | None,
+    question: list[str] | None,
+    context: list[str] | None,
+    choice: list[str] | None = None,
+) -> dict[str, list[Any]]:
     given = {"TEXT": text, "TEXT_PAIR": text_pair, "QUESTION": question, "CONTEXT": context}
-    columns = {name: texts for name, texts in given.items() if texts}
+    columns: dict[str, list[Any]] = {name: texts for name, texts in given.items() if texts}
+    if choice:
+        columns["CHOICES"] = [choice] * len(text or [""])
     if not columns:
         raise InputError("nothing to ask: give --text, or --question and --context")
     return columns

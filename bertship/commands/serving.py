@@ -187,16 +187,19 @@ def ask(
     question: TextOption = None,
     context: TextOption = None,
     parameter: ParameterOption = None,
+    choice: TextOption = None,
     url: UrlOption = URL,
     timeout_s: Annotated[float, typer.Option(min=0.1)] = 30.0,
 ) -> None:
     """Ask a served task.
 
-    With --text, with --text and --text-pair, or with --question and --context.
+    With --text, with --text and --text-pair, with --text and a --choice for each choice, or with --question and
+    --context.
     """
     from bertship.client import Client
 
-    columns, parameters = parse_columns(text, text_pair, question, context), parse_parameters(parameter)
+    columns = parse_columns(text, text_pair, question, context, choice)
+    parameters = parse_parameters(parameter)
     with Client(url, timeout_s) as client:
         answers = client.ask(get_task(task).name if task.endswith(".toml") else task, parameters, **columns)
     show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])

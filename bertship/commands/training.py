@@ -18,6 +18,7 @@ from bertship.commands.options import (
     SetOption,
     TaskOption,
     get_task,
+    need,
     parse_settings,
     plain_name,
 )
@@ -110,10 +111,25 @@ def finetune(
     name: NameOption = "default",
     settings: SetOption = None,
     force: ForceOption = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Try the paper's grid; the best run is kept.")] = False,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs that differ in their seed alone.")] = 1,
 ) -> None:
-    """A task on a warm start: runs/finetune/TASK/NAME."""
-    out, manifest = run_finetuning(task, init, preset, data, runs, name, parse_settings(settings), force)
-    show(manifest, [str(out), *metric_lines(manifest["metrics"])])
+    """A task on a warm start: runs/finetune/TASK/NAME.
+
+    With --sweep or --seeds many runs are made; their mean, spread and degenerate ones are in NAME.sweep, the best one
+    is NAME. A start from another task's model is a run of its own, NAME-from-TASK.
+    """
+    if not sweep and seeds == 1:
+        out, manifest = run_finetuning(task, init, preset, data, runs, name, parse_settings(settings), force)
+        show(manifest, [str(out), *metric_lines(manifest["metrics"])])
+        return
+    definition = get_task(task)
+    start = load("train.stages:find_init")(init, runs, preset, report)
+    out = run_folder(runs, definition.name, name, start[0])
+    result = load("train.sweep:make_sweep")(
+        definition, start, out, data, parse_settings(settings), sweep, seeds, report, force
+    )
+    show(result, [str(out), *load("train.sweep:lines")(result)])
 
 
 def evaluate(
@@ -122,11 +138,24 @@ def evaluate(
     runs: RunsOption = RUNS,
     name: NameOption = "default",
 ) -> None:
-    """A run's metrics on the dev split."""
+    """A run's metrics on the dev split, and on what other labelled splits there are.
+
+    runs/evaluate/TASK/NAME gets report.html and what others' scripts read: SQuAD predictions, n-best lists and null
+    odds, CoNLL columns.
+    """
     definition = get_task(task)
     run = runs / "finetune" / definition.name / name
-    metrics = load("train.stages:make_evaluation")(definition, run, data, report)
-    show({"task": definition.name, "run": str(run), "metrics": metrics}, metric_lines(metrics))
+    need(run, f"bertship finetune --task {task}")
+    out = runs / "evaluate" / definition.name / name
+    metrics = load("train.stages:make_evaluation")(definition, run, data, report, out)
+    result = {"task": definition.name, "run": str(run), "written": str(out), "metrics": metrics}
+    show(result, [*metric_lines(metrics), str(out)])
+
+
+def run_folder(runs: Path, task: str, name: str, init: Path) -> Path:
+    """Where a run goes: one that starts from another task's model is kept apart."""
+    before = load("train.training_data:init_task_of")(init)
+    return runs / "finetune" / task / (f"{name}-from-{before}" if before and before != task else name)
 
 
 def run_finetuning(
@@ -134,6 +163,6 @@ def run_finetuning(
 ) -> tuple[Path, dict[str, Any]]:
     definition = get_task(task)
     start = load("train.stages:find_init")(init, runs, preset, report)
-    out = runs / "finetune" / definition.name / name
+    out = run_folder(runs, definition.name, name, start[0])
     manifest = load("train.stages:make_finetuning")(definition, start, out, data, settings, report, force)
     return out, manifest

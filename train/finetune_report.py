@@ -1,0 +1,143 @@
+"""The page about a fine-tuned model: curves, where it errs, how sure it is, and how to do it again."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bertship.artifacts import versions
+from bertship.config import FinetuneConfig
+from bertship.metrics import calibration_error
+from bertship.report import Curve, Report
+from bertship.tasks import Example, Task
+from bertship.tasks.base import Answers, nested
+
+WORST = 25  # mistakes shown with their texts
+_BINS = 10
+_SHOWN = 300  # characters of a text
+
+
+def write_report(
+    path: Path,
+    task: Task,
+    config: FinetuneConfig,
+    examples: Sequence[Example],
+    answers: Answers,
+    metrics: Mapping[str, float],
+    inputs: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]],
+    degenerate: str,
+) -> None:
+    """Write `path`; `history` holds the training's lines, `answers` those to `examples`, with the kind's details."""
+    page = Report(
+        f"{task.name}: a fine-tuned model",
+        f"{task.description or task.name}; {inputs['train_examples']:,} training and {inputs['dev_examples']:,} dev "
+        f"examples, started from {inputs['init']}.",
+    )
+    page.text("Conclusion", *_conclusion(task, metrics, measured, inputs, degenerate))
+    page.facts("Metrics on the dev split", metrics)
+    updates = [line for line in history if "loss" in line]
+    steps = [line["step"] for line in updates]
+    page.curves("Loss", [Curve("training loss", steps, [line["loss"] for line in updates])], "update", "loss")
+    judged = [line for line in history if "dev" in line]
+    if len(judged) > 1:
+        curves = [
+            Curve(name, [line["step"] for line in judged], [line["dev"][name] for line in judged])
+            for name in task.metrics
+        ]
+        page.curves("Dev split while training", curves, "update", "metric")
+    add_errors(page, task, examples, answers)
+    page.facts("Settings", config.model_dump())
+    page.facts("Data", inputs)
+    page.facts("Measured", {name: value for name, value in measured.items() if name not in metrics})
+    page.facts("Versions", versions())
+    settings = FinetuneConfig().model_dump()
+    changed = [f"--set {name}={value}" for name, value in config.model_dump().items() if value != settings[name]]
+    data = [f"--data {inputs['data']}"] if inputs["data"] else []
+    page.command(
+        "Reproduce",
+        " ".join(["bertship finetune", f"--task {task.name}", f"--init {inputs['init']}", *data, *changed]),
+    )
+    page.write(path)
+
+
+def add_errors(page: Report, task: Task, examples: Sequence[Example], answers: Answers) -> None:
+    """The kind's own tables, mistakes by the texts' length, calibration, and the worst mistakes."""
+    kind = task.behaviour
+    for heading, columns, rows in kind.tables(task, examples, answers):
+        page.table(heading, columns, rows)
+    judged = kind.judged(task, examples, answers)
+    errors = np.array([found.error for found in judged])
+    words = np.array([_words(task, example) for example in examples])
+    edges = np.unique(np.quantile(words, np.linspace(0, 1, 6)).round())
+    rows = []
+    for low, high in itertools.pairwise(edges):
+        chosen = (words >= low) & ((words < high) | (high == edges[-1]))
+        if chosen.any():
+            share = float((errors[chosen] == 0).mean())
+            rows.append((f"{low:.0f} to {high:.0f}", int(chosen.sum()), share, float(errors[chosen].mean())))
+    page.table("By the texts' length", ("words", "examples", "share without any error", "mean error"), rows)
+    scores, right = kind.confidences(task, examples, answers)
+    if len(scores):
+        page.table(
+            "Calibration",
+            ("stated probability", "answers", "mean of it", "share that is right"),
+            _bins(scores, right),
+            f"Expected calibration error {calibration_error(scores, right):.4f} over {_BINS} bins of equal width.",
+        )
+    worst = sorted(range(len(judged)), key=lambda i: -errors[i])[:WORST]
+    page.table(
+        f"The worst of {int((errors > 0).sum()):,} mistakes",
+        ("where", "text", "wanted", "answered", "probability"),
+        [
+            (
+                examples[i].where.rpartition("/")[2],
+                _short(" ¦ ".join(t for name in kind.inputs for t in nested(examples[i].columns[name]))),
+                _short(judged[i].gold),
+                _short(judged[i].predicted),
+                "" if judged[i].score is None else float(judged[i].score or 0),
+            )
+            for i in worst
+            if errors[i] > 0
+        ],
+    )
+
+
+def _conclusion(
+    task: Task, metrics: Mapping[str, float], measured: Mapping[str, Any], inputs: Mapping[str, Any], degenerate: str
+) -> list[str]:
+    metric = task.metrics[0]
+    said = [f"{metric} {metrics[metric]:.4f} on the dev split, after {measured['train_seconds']:,} s of training."]
+    if degenerate:
+        said.append(f"This run is degenerate: {degenerate}. Its metrics say nothing about the task.")
+    if inputs.get("init_task"):
+        said.append(f"It started from a model of {inputs['init_task']}: not comparable with runs that did not.")
+    if task.options.get("null_threshold") is not None:
+        said.append(
+            f"No answer is given where the null odds exceed {task.options['null_threshold']:.4g}, chosen on dev."
+        )
+    return said
+
+
+def _words(task: Task, example: Example) -> int:
+    return sum(len(text.split()) for name in task.behaviour.inputs for text in nested(example.columns[name]))
+
+
+def _bins(scores: np.ndarray, right: np.ndarray) -> list[tuple[Any, ...]]:
+    place = np.minimum((scores * _BINS).astype(int), _BINS - 1)
+    return [
+        (
+            f"{b / _BINS:.1f} to {(b + 1) / _BINS:.1f}",
+            int((place == b).sum()),
+            float(scores[place == b].mean()),
+            float(right[place == b].mean()),
+        )
+        for b in np.unique(place)
+    ]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
