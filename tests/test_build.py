@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -212,6 +213,24 @@ def test_a_killed_process_is_said_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(CheckFailed, match=r"tokenizing process was killed.*--workers"):
             build_corpus(sources, tmp_path / "out", CONFIG, report=quiet, workers=2)
     assert killed
+
+
+def test_the_command(tmp_path: Path, bertship: Callable[..., tuple[int, str, str]]) -> None:
+    write_sources(tmp_path / "in", 60)
+    common = ("corpus", tmp_path / "in", f"{tmp_path}/in/*.txt", "--runs", tmp_path / "runs", "--workers", 1)
+    code, out, err = bertship(*common, "--set", "vocab_size=101", "--json")
+    assert code == 0, err
+    manifest = json.loads(out)
+    assert manifest["vocab_size"] == 104 and len(manifest["inputs"]) == 3 and manifest["metrics"]["documents"] == 60
+    assert f"{tmp_path / 'in' / 'a.txt'} is named twice; it is taken once" in err
+    code, _, err = bertship(*common, "--set", "vocab_size=101")
+    assert code == 0 and "runs/corpus/default is up to date" in err
+    made = tmp_path / "runs" / "corpus" / "default"
+    code, out, err = bertship(*common, "--tokenizer", made, "--name", "b", "--json")
+    assert code == 0 and json.loads(out)["vocab_size"] == 104
+    assert (made / "train" / "tokens.bin").read_bytes() == (made.parent / "b" / "train" / "tokens.bin").read_bytes()
+    code, out, err = bertship(*common, "--tokenizer", tmp_path / "in")
+    assert (code, out) == (2, "") and err.startswith("error: no tokenizer in") and err.count("\n") == 1
 
 
 def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
