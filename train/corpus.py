@@ -16,13 +16,9 @@ What stays in memory is a few chunks of a megabyte and, while a vocabulary is tr
 """
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
-import json
-import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +28,15 @@ from bertship import artifacts
 from bertship.config import CorpusConfig
 from bertship.errors import InputError
 from bertship.tokenization import Tokenizer
-from train.chunks import CHUNK_BYTES, PACKING, UNIT_BYTES, Chunk, Unit
+from train.chunks import PACKING, UNIT_BYTES, Chunk
 from train.encode import sentences_of, token_dtype
 from train.inputs import Input, Source, find_inputs
+from train.plan import Plan, fingerprint_of, prepare, workers_for
 from train.progress import byte_progress, to_stderr
-from train.readers import read_chunks, read_documents, units_of
+from train.readers import read_documents
 from train.shards import Shard, ShardWriter, finished_shards, merge_shards, shard_folder
 from train.splits import SPLITS, Corpus, describe, ensure_both_sides
-from train.vocabulary import count_more, train_vocabulary, vocabulary_of
-from train.workers import Workers
+from train.vocabulary import train_vocabulary
 
 __all__ = [
     "SPLITS",
@@ -56,90 +52,7 @@ __all__ = [
     "train_vocabulary",
 ]
 
-_ROOT = Path(__file__).parents[1]
-_MODULES = (
-    *("chunks", "corpus", "encode", "inputs", "lines", "readers", "rows"),
-    *("shards", "splits", "vocabulary", "wikitext"),
-)
-_CODE = (
-    "bertship/tokenization.py",
-    *(f"train/{name}.py" for name in _MODULES),
-)
-_SMALL_BYTES = 1 << 22  # of text: starting processes would take longer
-_MOST_WORKERS = 4  # unless more are asked for: each takes memory
 _LONG_SHARD = 4  # units of text, where a document has no end before
-_LEAST_SAMPLE_BYTES = 1 << 16  # of a unit
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a build does, as kept in its working directory `work`. `units`: (number of the input, unit), in order."""
-
-    work: Path
-    fingerprint: str
-    config: CorpusConfig
-    inputs: list[Input]
-    units: list[tuple[int, Unit]]
-
-    @property
-    def tokenizer_dir(self) -> Path:
-        return self.work / "tokenizer"
-
-    @property
-    def shards(self) -> Path:
-        return self.work / "shards"
-
-    @property
-    def weight(self) -> int:
-        """Bytes of text, as far as that can be told beforehand."""
-        return sum(unit.weight for _, unit in self.units)
-
-    def item(self, number: int) -> Input:
-        """The input that the unit `number` is of."""
-        return self.inputs[self.units[number][0]]
-
-    def read(
-        self, number: int, resume: int | None = None, within: bool = False, chunk_bytes: int | None = None
-    ) -> Iterator[Chunk]:
-        """`read_chunks` of the unit `number`."""
-        which, unit = self.units[number]
-        fields = (self.config.text_field, resume, within, chunk_bytes or CHUNK_BYTES, self.config.rows_per_document)
-        return read_chunks(self.inputs[which], unit, *fields)
-
-    def save(self) -> None:
-        facts = dataclasses.asdict(self) | {"work": None, "config": self.config.model_dump()}
-        artifacts.write_text(self.work / "plan.json", json.dumps(facts, indent=1) + "\n")
-
-    @classmethod
-    def open(cls, work: Path) -> "Plan":
-        """The plan that `prepare` wrote. Raises InputError."""
-        try:
-            facts = json.loads((work / "plan.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise InputError(f"no plan.json in {work}: it is no working directory of a corpus") from None
-        return cls(
-            work,
-            facts["fingerprint"],
-            CorpusConfig(**facts["config"]),
-            [Input(**item) for item in facts["inputs"]],
-            [(number, Unit(**unit)) for number, unit in facts["units"]],
-        )
-
-
-def fingerprint_of(sources: Sequence[Source | Input], config: CorpusConfig, tokenizer: Tokenizer | None = None) -> str:
-    """What `build_corpus` would record: sources' names and hashes, configuration, tokenizer, code and library versions.
-
-    Raises InputError when a source is missing.
-    """
-    return artifacts.sha256_json(
-        {
-            "sources": [item.identity for item in find_inputs(sources)],
-            "config": config.model_dump(),
-            "tokenizer": tokenizer.backend.to_str() if tokenizer else None,
-            "code": artifacts.code_digest(_ROOT, _CODE),
-            "tokenizers": artifacts.versions().get("tokenizers"),
-        }
-    )
 
 
 def build_corpus(
@@ -175,37 +88,6 @@ def build_corpus(
     return manifest
 
 
-def prepare(
-    sources: Sequence[Source | Input],
-    work: Path,
-    config: CorpusConfig,
-    tokenizer: Tokenizer | None = None,
-    report: Callable[[str], None] = to_stderr,
-    workers: int | None = None,
-) -> Plan:
-    """Make `work` the working directory of a build: its plan and its tokenizer. One of the same sources and settings
-    is kept with all that is in it, any other is removed."""
-    inputs = find_inputs(sources, report)
-    fingerprint = fingerprint_of(inputs, config, tokenizer)
-    with contextlib.suppress(InputError):
-        plan = Plan.open(work)
-        if plan.fingerprint == fingerprint and plan.tokenizer_dir.is_dir():
-            return plan
-    for leftover in work.iterdir() if work.is_dir() else ():
-        if leftover.name != "lock":
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    units = [(number, unit) for number, item in enumerate(inputs) for unit in units_of(item, config.text_field)]
-    plan = Plan(work, fingerprint, config, inputs, units)
-    plan.shards.mkdir(parents=True)
-    if tokenizer is None:
-        tokenizer = _train_vocabulary(plan, report, workers)
-        report(f"trained a vocabulary of {tokenizer.vocab_size:,} pieces")
-    with artifacts.publish(plan.tokenizer_dir) as staging:
-        tokenizer.save(staging)
-    plan.save()
-    return plan
-
-
 def build_shards(
     plan: Plan,
     numbers: Iterable[int] | None = None,
@@ -226,7 +108,7 @@ def build_shards(
     done = total - sum(plan.units[number][1].weight for number in todo)
     documents = 0
     with (
-        _workers(plan, workers) as pool,
+        workers_for(plan, workers) as pool,
         byte_progress("corpus", total, done, report) as advance,
     ):
         writer: ShardWriter | None = None
@@ -299,79 +181,35 @@ class _Step:
 
 def _steps(plan: Plan, numbers: Sequence[int], ready: dict[int, list[Shard]]) -> Iterator[_Step]:
     for number in numbers:
-        which, unit = plan.units[number]
-        item, shards = plan.inputs[which], ready[number]
+        shards = ready[number]
         shard, resume = len(shards), shards[-1].after if shards else None
+        within = bool(shards and shards[-1].open_side)
         size = behind = 0
         waiting: Chunk | None = None
-        after = resume or 0
-
-        def step(chunk: Chunk, closes: bool, last: bool, within: bool = False) -> _Step:
-            nonlocal behind
-            place = _behind(item, unit, chunk)  # noqa: B023 - used up within the round
-            weight, behind = max(place - behind, 0), max(place, behind)
-            return _Step(number, shard, chunk, weight, closes, chunk.after, last, within)  # noqa: B023
-
-        within = bool(shards and shards[-1].open_side)
         for chunk in plan.read(number, resume, within):
             if waiting:
                 # between documents, or within one that is longer than several shards
                 closes = size >= UNIT_BYTES * (_LONG_SHARD if chunk.joins else 1)
-                yield step(waiting, closes, last=False, within=closes and chunk.joins)
+                place = max(behind, _behind(plan, number, waiting))
+                within = closes and chunk.joins
+                yield _Step(number, shard, waiting, place - behind, closes, waiting.after, False, within)
+                behind = place
                 if closes:
                     shard, size = shard + 1, 0
             waiting = chunk
             size += chunk.size
-            after = chunk.after
-        if waiting:
-            yield step(waiting, closes=True, last=True)
-        else:
-            yield _Step(number, shard, None, 0, True, after, True)
+        weight = max(0, _behind(plan, number, waiting) - behind) if waiting else 0
+        yield _Step(number, shard, waiting, weight, True, waiting.after if waiting else resume or 0, True)
 
 
-def _behind(item: Input, unit: Unit, chunk: Chunk) -> int:
+def _behind(plan: Plan, number: int, chunk: Chunk) -> int:
     """How much of the unit's weight lies before the end of the chunk."""
+    item, unit = plan.item(number), plan.units[number][1]
     if item.compression:
         return chunk.stored * PACKING
     if unit.end is None:
         return chunk.stored
     return chunk.after - unit.start if item.kind in ("text", "jsonl") else chunk.stored
-
-
-def _workers(plan: Plan, count: int | None) -> Workers:
-    if count is None:
-        count = min(len(os.sched_getaffinity(0)), _MOST_WORKERS) if plan.weight > _SMALL_BYTES else 0
-    config = plan.config
-    return Workers(count, plan.tokenizer_dir, config.language, config.text_field, config.seed)
-
-
-def _train_vocabulary(plan: Plan, report: Callable[[str], None], workers: int | None) -> Tokenizer:
-    """A vocabulary from all of the text or, where that is large, from the beginning of each unit, in proportion."""
-    words: Counter[str] = Counter()
-    budget = plan.config.vocabulary_sample_mib << 20
-    total = min(plan.weight, budget)
-    if plan.weight > budget:
-        report(f"the vocabulary is trained on {plan.config.vocabulary_sample_mib} MiB, spread over all of the text")
-    with _workers(plan, workers) as pool, byte_progress("vocabulary", total, 0, report) as advance:
-        for chunk, counts in pool.count((c, plan.item(number), c) for number, c in _sample(plan, budget)):
-            count_more(words, counts)
-            advance(chunk.size, chunk.size, f"{len(words):,} distinct words")
-    return vocabulary_of(words, plan.config.vocab_size, plan.config.lowercase)
-
-
-def _sample(plan: Plan, budget: int) -> Iterator[tuple[int, Chunk]]:
-    for number, (which, unit) in enumerate(plan.units):
-        item = plan.inputs[which]
-        share = budget // len(plan.inputs) if item.size is None else budget
-        if plan.weight > budget and item.size is not None:
-            share = max(unit.weight * budget // plan.weight, _LEAST_SAMPLE_BYTES)
-        left = share
-        chunk_bytes = min(CHUNK_BYTES, share)
-        for chunk in plan.read(number, chunk_bytes=chunk_bytes):
-            yield number, chunk
-            left -= chunk.size
-            if left < chunk_bytes / 2:
-                break
 
 
 @contextlib.contextmanager

@@ -154,7 +154,8 @@ def _looks_at_words_alone(tokenizer: Tokenizer) -> bool:
     )
 
 
-def rank(seed: int, document: bytes) -> float:
+def rank(seed: int, document: bytes | memoryview) -> float:
     """A number in [0, 1) that depends on the seed and the document alone, so that equal documents are on one side."""
-    digest = hashlib.blake2b(f"{seed} ".encode() + document, digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    digest = hashlib.blake2b(f"{seed} ".encode(), digest_size=8)
+    digest.update(document)
+    return int.from_bytes(digest.digest(), "big") / 2**64

@@ -1,10 +1,12 @@
 """What a corpus is made of: files, folders, globs, URLs and hub data sets, each known by its format and its contents.
 
-books/                       a folder: every file in it of a known kind, in the order of their names
-'wiki/*.jsonl.zst'           a glob, `**` for any depth
-s3://bucket/part-*.parquet   any address that fsspec knows
-hub:wikimedia/wikipedia:20231101.en:train    a data set on the Hugging Face hub, NAME[@REVISION][:CONFIG[:SPLIT]];
-                                                 `#500` behind it makes documents of 500 rows
+A source is one of
+
+    books/                          a folder: every file in it of a known kind, in the order of their names
+    'wiki/*.jsonl.zst'              a glob, `**` for any depth
+    s3://bucket/part-*.parquet      any address that fsspec knows
+    hub:wikimedia/wikipedia:20231101.en     a data set on the Hugging Face hub:
+                                    NAME[@REVISION][:CONFIG[:SPLIT]][#ROWS], so many rows making one document
 """
 
 import bz2

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,8 @@ from bertship.config import CorpusConfig
 from bertship.errors import InputError
 from train.encode import rank
 from train.shards import SPLITS
+
+_BLOCK = 1 << 20  # elements copied at once
 
 
 class Corpus:
@@ -60,82 +61,73 @@ class Corpus:
         return [self.tokens[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-class _Writer:
-    """Appends documents to the three files of a split."""
-
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
-        folder.mkdir()
-        self.dtype = dtype
-        self.tokens, self.sentences, self.documents = (
-            (folder / f"{name}.bin").open("wb") for name in ("tokens", "sentences", "documents")
-        )
-        self.token_count = self.sentence_count = 0
-        self._offsets(self.sentences, [0])
-        self._offsets(self.documents, [0])
-
-    @staticmethod
-    def _offsets(file: Any, values: Sequence[int] | np.ndarray) -> None:
-        file.write(np.asarray(values, "<i8").tobytes())
-
-    def add(self, document: Sequence[Sequence[int] | np.ndarray]) -> None:
-        ids = np.concatenate([np.asarray(sentence, self.dtype) for sentence in document])
-        self.tokens.write(ids.tobytes())
-        self._offsets(self.sentences, self.token_count + np.cumsum([len(sentence) for sentence in document]))
-        self.token_count += len(ids)
-        self.sentence_count += len(document)
-        self._offsets(self.documents, [self.sentence_count])
-
-    def close(self) -> None:
-        for file in (self.tokens, self.sentences, self.documents):
-            file.close()
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def ensure_both_sides(staging: Path, config: CorpusConfig, dtype: np.dtype, sources: Sequence[str]) -> str:
     """Give an empty split something of the other one; says by what the held-out part is parted.
 
-    Only a small corpus can leave a split without a document, so writing it a second time costs little.
+    A corpus that leaves a split without a document has few of them; they may be long, so they are copied in blocks.
     """
     train, heldout = (Corpus._map(staging / split, dtype) for split in SPLITS)
     if len(train) and len(heldout):
         return "documents"
     everything = train if len(train) else heldout
-    documents = [everything.document(index) for index in range(len(everything))]
+    count, ends = len(everything), np.asarray(everything.documents)
+    last = int(ends[-1])
     where = ", ".join(sources)
-    if not documents:
+    if not count:
         raise InputError(f"empty corpus: no document with a sentence in {where}")
-    if len(documents) == 1:
-        (sentences,) = documents
-        if len(sentences) < 2:
-            raise InputError(
-                f"a single sentence in {where}; a corpus needs two or more, some to train on and some held out"
-            )
-        cut = max(1, len(sentences) - max(1, round(len(sentences) * config.heldout_share)))
-        sides, heldout_by = {"train": [sentences[:cut]], "heldout": [sentences[cut:]]}, "sentences"
+    if last < 2:
+        raise InputError(
+            f"a single sentence in {where}; a corpus needs two or more, some to train on and some held out"
+        )
+    if count == 1:
+        cut = max(1, last - max(1, round(last * config.heldout_share)))
+        sides = {"train": [(0, np.array([cut]))], "heldout": [(cut, ends[1:])]}
     else:
-        ranks = [rank(config.seed, np.concatenate(document).tobytes()) for document in documents]
+        ranks = [rank(config.seed, _tokens_of(everything, document).data) for document in range(count)]
         # the document that would change sides first if the share were moved
         moved = int(np.argmin(ranks) if everything is train else np.argmax(ranks))
-        rest = documents[:moved] + documents[moved + 1 :]
-        sides = {"train": rest, "heldout": [documents[moved]]}
-        if everything is heldout:
-            sides = {"train": [documents[moved]], "heldout": rest}
-        heldout_by = "documents"
-    for split, side in sides.items():
-        with _Writer(staging / f"{split}.again", dtype) as writer:
-            for document in side:
-                writer.add(document)
+        one = [(int(ends[moved]), ends[moved + 1 : moved + 2])]
+        rest = [(0, ends[1 : moved + 1]), (int(ends[moved + 1]), ends[moved + 2 :])]
+        sides = {"train": rest, "heldout": one} if everything is train else {"train": one, "heldout": rest}
+    for split, parts in sides.items():
+        _copy(everything, staging / f"{split}.again", parts)
     for split in SPLITS:
         for file in (staging / split).iterdir():
             file.unlink()
         (staging / split).rmdir()
         (staging / f"{split}.again").rename(staging / split)
-    return heldout_by
+    return "sentences" if count == 1 else "documents"
+
+
+def _tokens_of(corpus: Corpus, document: int) -> np.ndarray:
+    first, last = corpus.documents[document], corpus.documents[document + 1]
+    return corpus.tokens[corpus.sentences[first] : corpus.sentences[last]]
+
+
+def _copy(source: Corpus, folder: Path, parts: Sequence[tuple[int, np.ndarray]]) -> None:
+    """Write parts of `source` as a split. A part: its first sentence, and the sentence behind each of its documents."""
+    folder.mkdir()
+    tokens_before = sentences_before = 0
+    with (
+        (folder / "tokens.bin").open("wb") as tokens,
+        (folder / "sentences.bin").open("wb") as sentences,
+        (folder / "documents.bin").open("wb") as documents,
+    ):
+        for file in (sentences, documents):
+            file.write(np.zeros(1, "<i8").tobytes())
+        for first, ends in parts:
+            if not len(ends):
+                continue
+            last = int(ends[-1])
+            start, end = int(source.sentences[first]), int(source.sentences[last])
+            for place in range(start, end, _BLOCK):
+                tokens.write(source.tokens[place : min(place + _BLOCK, end)].tobytes())
+            for place in range(first + 1, last + 1, _BLOCK):
+                offsets = source.sentences[place : min(place + _BLOCK, last + 1)]
+                sentences.write((offsets - start + tokens_before).astype("<i8").tobytes())
+            documents.write((ends - first + sentences_before).astype("<i8").tobytes())
+            tokens_before += end - start
+            sentences_before += last - first
 
 
 def describe(folder: Path, dtype: np.dtype) -> dict[str, int]:
