@@ -173,10 +173,10 @@ def write_page(rows: str, results: Mapping[str, list[dict[str, Any]]], home: Pat
     for heading, key, unit in (("Loss", "curve", "nats"), ("Accuracy of predictions", "accuracy", "share")):
         curves = []
         for arm in arms:
-            runs = [run[key] for run in results[arm.name]]
-            steps = [step for step, _ in runs[0]]
+            lines: list[list[tuple[int, float]]] = [run[key] for run in results[arm.name]]
+            steps = [step for step, _ in lines[0]]
             curves.append(
-                Curve(arm.name, steps, [statistics.fmean(run[i][1] for run in runs) for i in range(len(steps))])
+                Curve(arm.name, steps, [statistics.fmean(line[i][1] for line in lines) for i in range(len(steps))])
             )
         page.curves(f"{heading}, held out", curves, "update", unit)
     page.facts("Settings", {"model": MODEL, "pretrain": PRETRAIN, "finetune": FINETUNE, "steps": facts["steps"]})
