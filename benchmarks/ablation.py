@@ -97,6 +97,7 @@ def run_arm(arm: Arm, seed: int, steps: int, task_name: str, home: Path, small: 
     write_text(preset, "[model]\n" + "".join(f"{field} = {value}\n" for field, value in sizes.items()))
     settings = {**PRETRAIN, "steps": steps, "warmup_steps": steps // 10, "checkpoint_every": max(1, steps // 10)}
     settings |= {"keep_checkpoints": 1, "seed": seed, **arm.pretrain}
+    settings |= {"batch_size": 8, "heldout_batches": 2} if small else {}
     task = get_task(task_name)
     say(f"--- {arm.name}, seed {seed}")
     out = home / "pretrain" / name
@@ -172,10 +173,10 @@ def write_page(rows: str, results: Mapping[str, list[dict[str, Any]]], home: Pat
     for heading, key, unit in (("Loss", "curve", "nats"), ("Accuracy of predictions", "accuracy", "share")):
         curves = []
         for arm in arms:
-            runs = [run[key] for run in results[arm.name]]
-            steps = [step for step, _ in runs[0]]
+            lines: list[list[tuple[int, float]]] = [run[key] for run in results[arm.name]]
+            steps = [step for step, _ in lines[0]]
             curves.append(
-                Curve(arm.name, steps, [statistics.fmean(run[i][1] for run in runs) for i in range(len(steps))])
+                Curve(arm.name, steps, [statistics.fmean(line[i][1] for line in lines) for i in range(len(steps))])
             )
         page.curves(f"{heading}, held out", curves, "update", unit)
     page.facts("Settings", {"model": MODEL, "pretrain": PRETRAIN, "finetune": FINETUNE, "steps": facts["steps"]})
@@ -194,7 +195,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="Updates of pre-training a run.")
     parser.add_argument("--task", default="sst2")
     parser.add_argument("--home", type=Path, default=Path("runs/ablation"))
-    parser.add_argument("--small", action="store_true", help="Hardly any fine-tuning: to see that all of it runs.")
+    parser.add_argument("--small", action="store_true", help="Hardly any training: to see that it runs.")
     options = parser.parse_args()
     started = time.monotonic()
     make_corpus([], options.home / "corpus", {}, say)

@@ -103,7 +103,7 @@ class HuggingFace(Contender):
         from transformers import AutoTokenizer, BertConfig, BertForPreTraining, DataCollatorForLanguageModeling
 
         super().__init__(name)
-        self.model = BertForPreTraining(BertConfig(**start.config.model_dump(), attn_implementation="sdpa"))
+        self.model = BertForPreTraining(BertConfig(**start.config.model_dump(), attn_implementation="sdpa"))  # type: ignore[call-arg]
         theirs = {our_name(n): p for n, p in self.model.named_parameters() if "decoder" not in n}
         with torch.no_grad():
             for name_of, tensor in start.state_dict().items():

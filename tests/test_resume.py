@@ -174,10 +174,15 @@ def test_an_interrupted_training_is_not_mixed_with_another(corpus: Path, process
     assert len(facts(out)) == 8
 
 
-def test_what_the_machine_alone_decides_may_change(corpus: Path, processes: Any, tmp_path: Path) -> None:
+def test_what_the_machine_alone_decides_may_change(
+    corpus: Path, processes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
     _, logged = interrupt(processes, corpus, out, 9, signal.SIGTERM)
     other = CONFIG.model_copy(update={"rows": "packed", "packed_length": 64, "microbatch_size": None})
-    pretrain(corpus, out, MODEL, other.model_copy(update={"checkpoint_every": 50}), quiet)
+    monkeypatch.setattr("train.pretrain.code_of", lambda: "other")
+    said: list[str] = []
+    pretrain(corpus, out, MODEL, other.model_copy(update={"checkpoint_every": 50}), said.append)
+    assert any(f"going on after update {logged}" in line and "the code has changed since" in line for line in said)
     assert [line["step"] for line in facts(out)] == list(range(1, 61))
     assert logged < 60

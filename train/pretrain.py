@@ -66,10 +66,15 @@ def fingerprint_of(
         {
             **recipe_of(corpus_dir, model_config, config, init),
             "machine": config.model_dump(include=set(MACHINE_FIELDS)),
-            "code": artifacts.code_digest(Path(__file__).parents[1], _CODE),
+            "code": code_of(),
             "torch": artifacts.versions().get("torch"),
         }
     )
+
+
+def code_of() -> str:
+    """Hash of the source files that a result depends on."""
+    return artifacts.code_digest(Path(__file__).parents[1], _CODE)
 
 
 def pretrain(
@@ -154,7 +159,8 @@ class _Training:
             load_optimizer(self.learner.optimizer, self.model, snapshot.path)
             self.done, self.before = Progress(**snapshot.state["progress"]), snapshot.state["before"]
             self.schedule_state = snapshot.state["schedule"]
-            self.report(f"going on after update {self.done.update}, from {snapshot.path}")
+            changed = "" if snapshot.state["code"] == code_of() else "; the code has changed since it was written"
+            self.report(f"going on after update {self.done.update}, from {snapshot.path}{changed}")
         self.after: dict[str, float] = {}
         self.guard = UpdateGuard(skipped=self.done.skipped, in_a_row=self.done.in_a_row)
         self.peak = matrix_product_rate(processes.device, self.precision)
@@ -257,6 +263,7 @@ class _Training:
                 "progress": asdict(self.done),
                 "schedule": self.learner.schedule_state(),
                 "before": self.before,
+                "code": code_of(),
                 "held_out": held_out if held_out is None or math.isfinite(held_out) else None,
             }
             moments = optimizer_tensors(self.learner.optimizer, self.model)
