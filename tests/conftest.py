@@ -87,7 +87,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _table(root / "mnli" / name, ["sentence1", "sentence2", "gold_label"], [_entails(rng) for _ in range(count)])
         endings = ["", "", "", "", "sent1", "sent2", "gold-source", *(f"ending{i}" for i in range(4)), "label"]
         name = {"train": "train.csv", "dev": "val.csv"}[split]
-        _csv(root / "swag" / name, endings, [_goes_on(rng) for _ in range(count)])
+        _csv(root / "swag" / name, endings, [_goes_on(rng) for _ in range(count // 2)])
         _write(root / "squad" / f"{split}.json", json.dumps({"version": "1.1", "data": [_article(rng, count)]}))
         _write(root / "ner" / f"{split}.conll", "\n".join(_tagged(rng) for _ in range(count)))
     return root
