@@ -147,13 +147,14 @@ def test_a_plan_of_other_shapes_and_types_is_served_as_its_facts_say(triton, tmp
         {"smallest": (1, 17), "usual": (2, 24), "largest": (4, 24)},
         {"smallest": (1, 25), "usual": (2, 40), "largest": (4, 40)},
     ]
+    texts = ["a", "a b " * 10, "a b c " * 10]  # 3, 22 and 32 tokens
     add_plan(
         export, profiles=profiles, inputs=dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), "INT32")
     )
     render(export, tmp_path / "repository")
     with serving(triton, tmp_path / "repository", model_config_name="") as server, Client(server.http_url) as client:
-        expected = from_export(export)({"TEXT": ["a", "a b " * 6, "a b c " * 10]})
-        for i, text in enumerate(["a", "a b " * 6, "a b c " * 10]):
+        expected = from_export(export)({"TEXT": texts})
+        for i, text in enumerate(texts):
             np.testing.assert_allclose(
                 client.ask("moods", TEXT=text)["PROBABILITIES"], expected["PROBABILITIES"][i], atol=1e-5
             )
