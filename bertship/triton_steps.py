@@ -43,9 +43,9 @@ class _Step:
         super().__init_subclass__()
         if execute := cls.__dict__.get("execute"):
 
-            def guarded(self: Any, requests: Sequence[Any]) -> list[Any]:
+            def guarded(self: Any, requests: Sequence[Any]) -> Any:
                 try:
-                    return list(execute(self, requests))
+                    return execute(self, requests)
                 except Exception as error:
                     kind, place = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
                     said = f"{kind} at {Path(place.filename).name}:{place.lineno} in {place.name}"
