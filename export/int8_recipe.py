@@ -16,12 +16,12 @@ from onnx import helper, numpy_helper
 
 from bertship.runners import available_threads
 from bertship.tokenization import Row, pad
-from export.int8 import DOMAIN, Product, Recipe, Scaling, balance, copies, find_products, quantize
+from export.int8 import DOMAIN, Product, Recipe, Scaling, balance, find_products, quantize
 
 LARGEST_CHANGE = 0.012  # share of the decisions; the gate allows 0.02, on text that the model was not trained on
 LARGEST_ERROR = 0.05  # root mean square, as a share of the logits' own spread: for tasks that decide nothing
-EXTRA_COPIES = 64  # one copy more for each so many units
-OUTLIERS = 16  # units of an x in FP32, where rows have their own steps
+OUTLIERS = 16  # units of an x in FP32
+APART = 1.5  # with a static step, where the span of all units is so many times that of the others
 ALIKE = 3.0  # rows count as alike when the constant step is at most so many times that of a middling row
 
 SENSITIVITY_ROWS = 16  # rows that tell how much the rounding of a layer matters
@@ -122,36 +122,27 @@ def read_scalings(model: Any, products: Sequence[Product], rows: Sequence[Row]) 
     for name, value in values():
         high[name] = np.maximum(high.get(name, np.zeros(1)), value.max(axis=0))
         low[name] = np.minimum(low.get(name, np.zeros(1)), value.min(axis=0))
-    balances, factors, copied, outliers = {}, {}, {}, {}
+    balances, units, apart, factors, bounds = {}, {}, {}, {}, {}
     for name, weights in readers.items():
         magnitude = np.maximum(high[name], -low[name])
         balances[name] = balance(magnitude, [numpy_helper.to_array(constants[weight]) for weight in weights])
-        counts = copies(magnitude * balances[name], len(magnitude) // EXTRA_COPIES)
-        factors[name] = balances[name] / counts
-        copied[name] = np.repeat(np.arange(len(counts)), counts - 1)
-        outliers[name] = np.sort(np.argsort(-magnitude * balances[name])[: min(OUTLIERS, len(magnitude) // 8)])
+        sizes = magnitude * balances[name]
+        units[name] = np.sort(np.argsort(-sizes)[: min(OUTLIERS, len(sizes) // 8)])
+        others = balances[name].copy()
+        others[units[name]] = 0
+        bounds[name] = [(float((low[name] * v).min()), float((high[name] * v).max())) for v in (balances[name], others)]
+        apart[name] = bounds[name][0][1] - bounds[name][0][0] > APART * (bounds[name][1][1] - bounds[name][1][0])
+        factors[name] = others if apart[name] else balances[name]
     spans: dict[str, list[np.ndarray]] = {name: [] for name in readers}
     for name, value in values():
         scaled = value * factors[name]
         spans[name].append(scaled.max(axis=1) - np.minimum(scaled.min(axis=1), 0))
     found = {}
     for name in readers:
-        lowest, highest = float((low[name] * factors[name]).min()), float((high[name] * factors[name]).max())
+        lowest, highest = bounds[name][1 if apart[name] else 0]
         span = max(highest - lowest, float(np.finfo(np.float32).tiny))
-        middling = float(np.median(np.concatenate(spans[name])))
-        others = balances[name].copy()
-        others[outliers[name]] = 0
-        found[name] = Scaling(
-            balances[name],
-            factors[name],
-            copied[name],
-            lowest,
-            lowest + span,
-            span <= ALIKE * middling,
-            outliers[name],
-            float((low[name] * others).min()),
-            float((high[name] * others).max()),
-        )
+        alike = span <= ALIKE * float(np.median(np.concatenate(spans[name])))
+        found[name] = Scaling(balances[name], units[name], apart[name], lowest, lowest + span, alike, *bounds[name][1])
     return found
 
 

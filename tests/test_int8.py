@@ -13,7 +13,7 @@ from test_onnx_graph import feeds_of
 from bertship.runners import OnnxRunner
 from bertship.tokenization import Row, pad
 from export import int8, int8_recipe, precision
-from export.int8 import Recipe, copies, find_products, quantize
+from export.int8 import Recipe, find_products, quantize
 from export.int8_recipe import expected_changes, read_scalings, relative_error, rewritten
 from export.onnx_graph import export_onnx
 from export.parity import check_shapes
@@ -143,12 +143,9 @@ def test_one_large_unit_costs_the_others_nothing(made):
         [numpy_helper.from_array(weight.astype(np.float32), "w")],
     )
     v = int8.balance(np.abs(x).max(axis=0), [weight])
-    counts = copies(np.abs(x).max(axis=0) * v, 4)
-    factor = v / counts
-    scaling = int8.Scaling(
-        v, factor, np.repeat(np.arange(64), counts - 1), float((x * factor).min()), float((x * factor).max()),
-        True, np.array([7]), float((x * v)[:, np.arange(64) != 7].min()), float((x * v)[:, np.arange(64) != 7].max()),
-    )  # fmt: skip
+    others = np.where(np.arange(64) == 7, 0, v)
+    span = float((x * others).min()), float((x * others).max())
+    scaling = int8.Scaling(v, np.array([7]), True, *span, True, *span)
     wanted = x @ weight
 
     def error(recipe):
@@ -160,11 +157,6 @@ def test_one_large_unit_costs_the_others_nothing(made):
     assert error(Recipe()) > 0.3
     assert error(Recipe({"x": scaling})) < 0.02
     assert error(Recipe({"x": scaling}, static=False)) < 0.02
-
-
-def test_copies_go_to_the_largest():
-    assert copies(np.array([8.0, 1.0, 4.0]), 0).tolist() == [1, 1, 1]
-    assert copies(np.array([8.0, 1.0, 4.0]), 4).tolist() == [4, 1, 2]
 
 
 def test_expected_changes_are_those_that_happen():
