@@ -8,11 +8,10 @@ W8 = W / v in signed 8 bits, with one scale a column. What makes it exact enough
 
 balance   v moves half of what a unit of x is too large, or its weights are, to the other side (Xiao et al. 2023,
           SmoothQuant, section 4): one large unit would cost all others their precision.
-copies    the few units that are still too large are there several times, each a part of the value (Zhao et al. 2019,
-          outlier channel splitting): the sum is the same, and the step smaller.
+outliers  the few units that are still too large go through a narrow product in FP32 (Dettmers et al. 2022, LLM.int8(),
+          section 3).
 step      static where rows of real text are alike: nothing is searched at run time, and b is added inside the product.
-          Else each row's own, found as it comes, and exact for the largest units: they are left to a narrow product
-          in FP32 (Dettmers et al. 2022, LLM.int8(), section 3).
+          Else each row's own, found as it comes.
 
 Either way the rows of a batch never change each other, which one step a tensor, found as it comes, would let them
 (`quantize_dynamic`). Without real text there is only the step a row. What is left in FP32 is small: attention between
@@ -20,7 +19,6 @@ tokens, LayerNorm, GELU, the pooler and heads of few labels; and the layers that
 scale a piece; with outliers in FP32 they are FP16, as their rounding would be the largest that is left.
 """
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,19 +51,17 @@ class Product:
 class Scaling:
     """How one x [.., K] becomes bytes, by what real text shows.
 
-    `balance` [K]: v. With a static step: `factor` [K] is v divided by the number of copies, `copied` names the units
-    that are there once more, once for each time, `low` and `high` are the span of x * factor over all rows, 0 within;
-    `alike` says whether rows are. With a step a row: `outliers` are the units in FP32, `lowest` and `highest` the span
-    of the others times v.
+    `balance` [K]: v. `outliers`: the units that go in FP32 where x has its own step a row; with a static step they do
+    only where the rest is then much smaller, `apart`. `low` and `high`: the span of x * v with a static step, 0 within;
+    `lowest` and `highest`: with a step a row. `alike`: whether rows are alike enough for a static one.
     """
 
     balance: np.ndarray
-    factor: np.ndarray
-    copied: np.ndarray
+    outliers: np.ndarray
+    apart: bool
     low: float
     high: float
     alike: bool
-    outliers: np.ndarray
     lowest: float
     highest: float
 
@@ -115,18 +111,6 @@ def balance(magnitude: np.ndarray, weights: Iterable[np.ndarray]) -> np.ndarray:
     return np.sqrt(np.maximum(units, SMALLEST) / np.maximum(magnitude.astype(np.float64), SMALLEST))
 
 
-def copies(sizes: np.ndarray, extra: int) -> np.ndarray:
-    """How often each unit [K] has to be there, `extra` times more in all, for the largest part to be smallest."""
-    counts = np.ones(len(sizes), np.int64)
-    largest = [(-size, unit) for unit, size in enumerate(sizes.tolist())]
-    heapq.heapify(largest)
-    for _ in range(extra):
-        _, unit = heapq.heappop(largest)
-        counts[unit] += 1
-        heapq.heappush(largest, (-sizes[unit] / counts[unit], unit))
-    return counts
-
-
 def quantize(graph: Any, recipe: Recipe, limit: int) -> None:
     """Rewrite `graph` in place; the integers of weights are within +-`limit`."""
     _Rewriting(graph, recipe, limit).run()
@@ -160,13 +144,16 @@ class _Rewriting:
         x, scaling = product.x, self.recipe.scalings.get(product.x)
         if x not in self.bytes:
             self.bytes[x] = self._static(x) if self._is_static(x) else self._by_row(x)
+        outliers = self._outliers(product)
         if self._is_static(x):
             assert scaling is not None
             integers, columns = self._weight(product, (scaling.high - scaling.low) / LEVELS)
             inputs = [self.bytes[x], integers, self._number("one", 1), columns, self._zero(x), "", product.bias]
-            self._add("MatMulIntegerToFloat", inputs, product.output, DOMAIN)
+            y = f"{product.y}_others" if outliers else product.output
+            self._add("MatMulIntegerToFloat", inputs, y, DOMAIN)
+            if outliers:
+                self._add("Add", [y, outliers], product.output)
             return
-        outliers = self._outliers(product)
         integers, columns = self._weight(product, 1)
         step = self._number("step", 1 / LEVELS) if self._is_shifted(x) else self._number("half_step", 1 / 127)
         inputs = [self.bytes[x], integers, step, columns, self._zero(x)]
@@ -180,19 +167,15 @@ class _Rewriting:
     def _static(self, x: str) -> str:
         """The bytes of x by its constant step."""
         scaling = self.recipe.scalings[x]
-        factor = scaling.factor / ((scaling.high - scaling.low) / LEVELS)
+        factor = self._others(x) / ((scaling.high - scaling.low) / LEVELS)
         scaled = self._add("Mul", [x, self._constant(f"{x}_factor", factor.astype(np.float32))], f"{x}_scaled")
-        return self._with_copies(
-            x, self._add("QuantizeLinear", [scaled, self._number("one", 1), self._zero(x)], f"{x}_uint8")
-        )
+        return self._add("QuantizeLinear", [scaled, self._number("one", 1), self._zero(x)], f"{x}_uint8")
 
     def _by_row(self, x: str) -> str:
         """The bytes of x by the largest value of each row, which is `x`_largest."""
         scaling, balanced = self.recipe.scalings.get(x), x
         if scaling is not None:
-            others = scaling.balance.copy()
-            others[scaling.outliers] = 0
-            factor = self._constant(f"{x}_factor", others.astype(np.float32))
+            factor = self._constant(f"{x}_factor", self._others(x).astype(np.float32))
             balanced = self._add("Mul", [x, factor], f"{x}_balanced")
         if self._is_shifted(x):
             assert scaling is not None
@@ -208,40 +191,41 @@ class _Rewriting:
         shares = self._add("Div", [balanced, largest], f"{x}_shares")
         return self._add("QuantizeLinear", [shares, step, self._zero(x)], f"{x}_uint8")
 
-    def _with_copies(self, x: str, integers: str) -> str:
-        copied = self.recipe.scalings[x].copied
-        if not len(copied):
-            return integers
-        units = self._constant(f"{x}_copied", copied.astype(np.int64))
-        again = self._add("Gather", [integers, units], f"{x}_again", axis=-1)
-        return self._add("Concat", [integers, again], f"{x}_with_copies", axis=-1)
+    def _units_apart(self, x: str) -> np.ndarray:
+        """The units of x that go in FP32."""
+        scaling = self.recipe.scalings.get(x)
+        if scaling is None or (self._is_static(x) and not scaling.apart):
+            return np.empty(0, np.int64)
+        return scaling.outliers
+
+    def _others(self, x: str) -> np.ndarray:
+        """v, 0 for the units that go in FP32."""
+        v = self.recipe.scalings[x].balance.copy()
+        v[self._units_apart(x)] = 0
+        return v
 
     def _outliers(self, product: Product) -> str:
         """What the units in FP32 add to the product; empty where there are none."""
-        scaling = self.recipe.scalings.get(product.x)
-        if scaling is None or not len(scaling.outliers):
+        units = self._units_apart(product.x)
+        if not len(units):
             return ""
         x = f"{product.x}_outliers"
         if x not in self.gathered:
             self.gathered.add(x)
-            units = self._constant(f"{x}_units", scaling.outliers.astype(np.int64))
-            self._add("Gather", [product.x, units], x, axis=-1)
-        weight = numpy_helper.to_array(self.constants[product.weight])[scaling.outliers]
+            self._add("Gather", [product.x, self._constant(f"{x}_units", units)], x, axis=-1)
+        weight = numpy_helper.to_array(self.constants[product.weight])[units]
         return self._add("MatMul", [x, self._constant(f"{product.weight}_outliers", weight)], f"{product.y}_outliers")
 
     def _weight(self, product: Product, step: float) -> tuple[str, str]:
-        """The weight in INT8, copied units again at its end, and the columns' scales times `step`."""
+        """The weight in INT8, 0 for the units in FP32, and the columns' scales times `step`."""
         weight = numpy_helper.to_array(self.constants[product.weight]).astype(np.float64)
         scaling = self.recipe.scalings.get(product.x)
         if scaling is not None:
             weight = weight / scaling.balance[:, None]
-            if not self._is_static(product.x):
-                weight[scaling.outliers] = 0
+            weight[self._units_apart(product.x)] = 0
         largest = np.abs(weight).max(axis=0)
         columns = np.where(largest > 0, largest / self.limit, 1)
         integers = np.clip(np.rint(weight / columns), -self.limit, self.limit).astype(np.int8)
-        if scaling is not None and self._is_static(product.x):
-            integers = np.concatenate([integers, integers[scaling.copied]])
         return (
             self._constant(f"{product.weight}_int8", integers),
             self._constant(f"{product.weight}_scale", (columns * step).astype(np.float32)),

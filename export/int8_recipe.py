@@ -16,15 +16,16 @@ from onnx import helper, numpy_helper
 
 from bertship.runners import available_threads
 from bertship.tokenization import Row, pad
-from export.int8 import DOMAIN, Product, Recipe, Scaling, balance, copies, find_products, quantize
+from export.int8 import DOMAIN, Product, Recipe, Scaling, balance, find_products, quantize
 
-LARGEST_CHANGE = 0.01  # share of the decisions; the gate allows 0.02, on text that the model was not trained on
+LARGEST_CHANGE = 0.012  # share of the decisions; the gate allows 0.02, on text that the model was not trained on
 LARGEST_ERROR = 0.05  # root mean square, as a share of the logits' own spread: for tasks that decide nothing
-EXTRA_COPIES = 64  # one copy more for each so many units
-OUTLIERS = 16  # units of an x in FP32, where rows have their own steps
+OUTLIERS = 16  # units of an x in FP32
+APART = 1.5  # with a static step, where the span of all units is so many times that of the others
 ALIKE = 3.0  # rows count as alike when the constant step is at most so many times that of a middling row
 
-SENSITIVITY_ROWS = 16  # rows that tell how much one layer's rounding matters
+SENSITIVITY_ROWS = 16  # rows that tell how much the rounding of a layer matters
+CANDIDATES = 5  # logits of a decision that might become the largest
 
 Logits = list[list[np.ndarray]]  # by output, by row
 
@@ -63,24 +64,31 @@ def choose(model: Any, rows: Sequence[Row], limit: int) -> Choice:
         logits = _run(rewritten(model, recipe, limit), rows)
         return Choice(recipe, expected_changes(wanted, logits), relative_error(wanted, logits))
 
+    def keep(count: int) -> Choice:
+        return judge(Recipe(scalings, tuple(layer for layers in order[:count] for layer in layers), static=False))
+
     choice = judge(Recipe(scalings))
     if choice.good:
         return choice
     choice = judge(Recipe(scalings, static=False))
     if choice.good:
         return choice
-    few = rows[:: max(1, len(rows) // SENSITIVITY_ROWS)]
-    known = _run(model, few)
-    kept: tuple[str, ...] = ()
+    few = slice(None, None, max(1, len(rows) // SENSITIVITY_ROWS))
 
-    def error_without(layers: tuple[str, ...]) -> float:
-        return relative_error(known, _run(rewritten(model, Recipe(scalings, layers, static=False), limit), few))
+    def error_with(kept: tuple[str, ...]) -> float:
+        logits = _run(rewritten(model, Recipe(scalings, kept, static=False), limit), rows[few])
+        return relative_error([output[few] for output in wanted], logits)
 
-    for layers in by_sensitivity(products, error_without):
-        kept = (*kept, *layers)
-        choice = judge(Recipe(scalings, kept, static=False))
-        if choice.good:
-            break
+    order = by_sensitivity(model, products, error_with)
+    fewest, most = 0, len(order)  # `fewest` are too few
+    choice = keep(most)
+    while most - fewest > 1:
+        middle = (fewest + most) // 2
+        tried = keep(middle)
+        if tried.good:
+            most, choice = middle, tried
+        else:
+            fewest = middle
     return choice
 
 
@@ -114,81 +122,99 @@ def read_scalings(model: Any, products: Sequence[Product], rows: Sequence[Row]) 
     for name, value in values():
         high[name] = np.maximum(high.get(name, np.zeros(1)), value.max(axis=0))
         low[name] = np.minimum(low.get(name, np.zeros(1)), value.min(axis=0))
-    balances, factors, copied, outliers = {}, {}, {}, {}
+    balances, units, apart, factors, bounds = {}, {}, {}, {}, {}
     for name, weights in readers.items():
         magnitude = np.maximum(high[name], -low[name])
         balances[name] = balance(magnitude, [numpy_helper.to_array(constants[weight]) for weight in weights])
-        counts = copies(magnitude * balances[name], len(magnitude) // EXTRA_COPIES)
-        factors[name] = balances[name] / counts
-        copied[name] = np.repeat(np.arange(len(counts)), counts - 1)
-        outliers[name] = np.sort(np.argsort(-magnitude * balances[name])[: min(OUTLIERS, len(magnitude) // 8)])
+        sizes = magnitude * balances[name]
+        units[name] = np.sort(np.argsort(-sizes)[: min(OUTLIERS, len(sizes) // 8)])
+        others = balances[name].copy()
+        others[units[name]] = 0
+        bounds[name] = [(float((low[name] * v).min()), float((high[name] * v).max())) for v in (balances[name], others)]
+        apart[name] = bounds[name][0][1] - bounds[name][0][0] > APART * (bounds[name][1][1] - bounds[name][1][0])
+        factors[name] = others if apart[name] else balances[name]
     spans: dict[str, list[np.ndarray]] = {name: [] for name in readers}
     for name, value in values():
         scaled = value * factors[name]
         spans[name].append(scaled.max(axis=1) - np.minimum(scaled.min(axis=1), 0))
     found = {}
     for name in readers:
-        lowest, highest = float((low[name] * factors[name]).min()), float((high[name] * factors[name]).max())
+        lowest, highest = bounds[name][1 if apart[name] else 0]
         span = max(highest - lowest, float(np.finfo(np.float32).tiny))
-        middling = float(np.median(np.concatenate(spans[name])))
-        others = balances[name].copy()
-        others[outliers[name]] = 0
-        found[name] = Scaling(
-            balances[name],
-            factors[name],
-            copied[name],
-            lowest,
-            lowest + span,
-            span <= ALIKE * middling,
-            outliers[name],
-            float((low[name] * others).min()),
-            float((high[name] * others).max()),
-        )
+        alike = span <= ALIKE * float(np.median(np.concatenate(spans[name])))
+        found[name] = Scaling(balances[name], units[name], apart[name], lowest, lowest + span, alike, *bounds[name][1])
     return found
 
 
 def by_sensitivity(
-    products: Sequence[Product], error_without: Callable[[tuple[str, ...]], float]
+    model: Any, products: Sequence[Product], error_with: Callable[[tuple[str, ...]], float]
 ) -> list[tuple[str, ...]]:
-    """The layers that read the same x, those first whose step back to FP32 lowers the error most."""
-    groups: dict[str, list[str]] = {}
+    """The layers that read the same x, in the order in which they should go back to FP32.
+
+    `error_with` gives the error with the given layers in FP32. Errors of layers add up as squares, so
+    each group's is found with all others in FP32; first comes what takes away most for the work that it costs.
+    """
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+    groups: dict[str, list[Product]] = {}
     for product in products:
-        groups.setdefault(product.x, []).append(product.layer)
-    return sorted((tuple(layers) for layers in groups.values()), key=error_without)
+        groups.setdefault(product.x, []).append(product)
+    worth = {}
+    for x, members in groups.items():
+        others = tuple(product.layer for product in products if product.x != x)
+        worth[x] = error_with(others) ** 2 / sum(sizes[product.weight] for product in members)
+    return [tuple(p.layer for p in groups[x]) for x in sorted(groups, key=lambda x: -worth[x])]
 
 
 def expected_changes(wanted: Logits, got: Logits) -> float:
     """The share of rows whose decision would change, with errors like those between `wanted` and `got`.
 
     A decision is the largest logit of an output's last axis. Counting changes needs thousands of rows to tell 1 % from
-    2 %; the margins between the largest and the second, against the errors' spread, need a hundred: each decision
-    changes with the probability that a normal error of this spread exceeds its margin.
+    2 %; margins against errors need a hundred: a decision changes with the probability that a normal error, as large as
+    the candidates' errors against each other are over all rows, exceeds the margin to the second. A row with decisions
+    for each token counts as their mean, one with several outputs as their sum.
     """
     chances = np.zeros(len(wanted[0]))
     for rows_wanted, rows_got in zip(wanted, got, strict=True):
-        if rows_wanted[0].shape[-1] < 2:
-            continue
-        # what moves all logits of a decision alike changes nothing
-        differences = [_centred(b - a) for a, b in zip(rows_wanted, rows_got, strict=True)]
-        spread = math.sqrt(2 * np.concatenate([(d**2).ravel() for d in differences]).mean()) or 1e-12
-        for i, logits in enumerate(rows_wanted):
-            top = np.sort(logits.reshape(-1, logits.shape[-1]), axis=-1)[:, -2:]
-            margins = (top[:, 1] - top[:, 0]) / spread
-            chances[i] += sum(0.5 * math.erfc(margin / math.sqrt(2)) for margin in margins.tolist()) / len(margins)
+        found = [_candidates(a, b) for a, b in zip(rows_wanted, rows_got, strict=True)]
+        errors = np.concatenate([error.ravel() for _, error in found])
+        if not errors.size:
+            continue  # a number: nothing is decided
+        spread = max(float(np.sqrt(np.mean(errors**2))), 1e-12)
+        for i, (margins, _) in enumerate(found):
+            if margins.size:
+                chances[i] += np.mean([0.5 * math.erfc(m / spread / math.sqrt(2)) for m in margins.tolist()])
     return float(np.minimum(chances, 1).mean())
 
 
 def relative_error(wanted: Logits, got: Logits) -> float:
-    """Root mean square of the differences over the logits' standard deviation; the worst of the outputs."""
+    """Root mean square of the candidates' errors against each other over the logits' spread; the worst output's.
+
+    Where a logit stands alone, its own error.
+    """
     worst = 0.0
     for rows_wanted, rows_got in zip(wanted, got, strict=True):
-        a, b = (np.concatenate([row.ravel() for row in rows]).astype(np.float64) for rows in (rows_wanted, rows_got))
-        worst = max(worst, float(np.sqrt(np.mean((a - b) ** 2)) / max(a.std(), 1e-12)))
+        pairs = list(zip(rows_wanted, rows_got, strict=True))
+        errors = np.concatenate([_candidates(a, b)[1].ravel() for a, b in pairs])
+        if not errors.size:
+            errors = np.concatenate([(b - a).ravel() for a, b in pairs])
+        deviation = float(np.concatenate([a.ravel() for a, _ in pairs]).std())
+        worst = max(worst, float(np.sqrt(np.mean(errors.astype(np.float64) ** 2))) / max(deviation, 1e-12))
     return worst
 
 
-def _centred(values: np.ndarray) -> np.ndarray:
-    return values - values.mean(axis=-1, keepdims=True)
+def _candidates(wanted: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each decision, the margin between the two largest logits, and the errors of the next ones against the first.
+
+    Errors elsewhere decide nothing; those of the candidates are larger than the mean.
+    """
+    width = wanted.shape[-1]
+    if width < 2:
+        return np.empty(0), np.empty(0)
+    flat, other = wanted.reshape(-1, width), got.reshape(-1, width)
+    top = np.argsort(-flat, axis=-1)[:, :CANDIDATES]
+    logits = np.take_along_axis(flat, top, -1)
+    errors = np.take_along_axis(other, top, -1) - logits
+    return logits[:, 0] - logits[:, 1], errors[:, 1:] - errors[:, :1]
 
 
 def _run(model: Any, rows: Sequence[Row]) -> Logits:
