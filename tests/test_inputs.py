@@ -288,7 +288,9 @@ def test_each_document_of_a_text_is_read_once_whoever_reads_what(
         for number in range(1, len(of_unit)):
             within = of_unit[number].joins
             rest = list(read_chunks(item, u, "text", of_unit[number - 1].after, within, max(chunk, 12)))
-            assert [(c.payload, c.joins) for c in rest] == [(c.payload, c.joins) for c in of_unit[number:]]
+            assert [(c.payload, c.joins, c.follows_blank) for c in rest] == [
+                (c.payload, c.joins, c.follows_blank) for c in of_unit[number:]
+            ]
             assert joined(iter(rest)) == joined(iter(of_unit[number:]))
 
 
