@@ -70,9 +70,10 @@ def contents(
     """
     manifest = read_manifest(export, "export")
     graph = graph_of(manifest, precision)
+    check_files(export, manifest, ("task.json", "tokenizer.json", graph))
     task = Task.from_file(export / "task.json")
-    plan = plan_of(manifest, task, precision)
-    check_files(export, manifest, ("task.json", "tokenizer.json", graph, *([plan.file] if plan else [])))
+    if plan := plan_of(manifest, task, precision):
+        check_files(export, manifest, (plan.file,))
     texts = render_files(as_committed(task), version, plan=plan)
     if faults := lint(texts, task.name, plan):
         raise CheckFailed(f"the configurations of {task.name} do not fit together: {'; '.join(faults)}")

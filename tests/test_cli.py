@@ -25,6 +25,8 @@ COMMANDS = [
     "plan",
     "repository",
     "serve",
+    "health",
+    "deploy",
     "stop",
     "ask",
     "predict",

@@ -23,6 +23,7 @@ from bertship.tokenization import Row
 from bertship.triton_turns import Work, run_together
 from serving import environment
 from serving.bench import bench
+from serving.control import HEADER, read_key
 from serving.repository import VERSION, ready_models, render
 from serving.server import TritonServer
 
@@ -174,7 +175,7 @@ def test_a_long_document_is_answered_while_its_model_is_unloaded(exports, tmp_pa
             (stats,) = control.get_inference_statistics("reader_encode")["model_stats"]
             executions = stats["execution_count"]
             time.sleep(0.01)
-        control.unload_model("reader_encode")
+        control.unload_model("reader_encode", headers={HEADER: read_key(server.key_path)})
         for name, values in expected.items():
             np.testing.assert_array_equal(reply.result()[name], values, err_msg=name)
         assert executions < 50

@@ -152,7 +152,7 @@ def test_the_served_precision_is_the_best_of_those_that_passed(quick, tmp_path, 
 
 
 def test_auto_keeps_what_passes_and_says_what_does_not(quick, tmp_path, monkeypatch):
-    def spoilt(source: Path, target: Path) -> None:
+    def spoilt(source: Path, target: Path, rows: object) -> None:
         raise CheckFailed("spoilt on purpose")
 
     monkeypatch.setitem(publish.PRECISIONS, "int8", dataclasses.replace(publish.PRECISIONS["int8"], make=spoilt))
