@@ -6,7 +6,6 @@ from typing import Any
 
 from bertship.artifacts import is_current, read_manifest
 from bertship.config import (
-    CorpusConfig,
     EncoderConfig,
     FinetuneConfig,
     PretrainConfig,
@@ -16,36 +15,14 @@ from bertship.config import (
 )
 from bertship.errors import InputError
 from bertship.tasks import Task
-from bertship.tokenization import Tokenizer
-from train import corpus, finetune, pretrain
+from train import finetune, pretrain
+from train.corpus import make_corpus as make_corpus
 from train.data import load_examples
 from train.evaluate import evaluate_run
-from train.inputs import find_inputs
 from train.sources import fetch, hub_model
 
 Report = Callable[[str], None]
 WARM_START = "minilm"
-
-
-def make_corpus(
-    sources: Sequence[str],
-    out: Path,
-    settings: Mapping[str, Any],
-    report: Report,
-    force: bool = False,
-    workers: int | None = None,
-    tokenizer: str | None = None,
-) -> dict[str, Any]:
-    """The corpus directory `out` from documents, or from the packaged Wikipedia sample where none are named.
-
-    `tokenizer`: a directory with one to use in place of a vocabulary of the corpus's own.
-    """
-    config = parse(CorpusConfig, dict(settings), "corpus settings")
-    own = Tokenizer.from_dir(Path(tokenizer)) if tokenizer else None
-    inputs = find_inputs(list(sources) or [fetch("wikipedia", report) / "wikipedia.xml.bz2"], report)
-    if not force and is_current(out, corpus.fingerprint_of(inputs, config, own)):
-        return _reused(out, report)
-    return corpus.build_corpus(inputs, out, config, own, report, workers)
 
 
 def make_pretraining(
