@@ -15,6 +15,7 @@ from bertship import artifacts
 from bertship.config import CorpusConfig
 from bertship.errors import InputError
 from bertship.tokenization import SPECIAL_TOKENS, Tokenizer, read_vocab
+from train import vocabulary
 from train.corpus import SPLITS, Corpus, build_corpus, fingerprint_of, read_documents, sentences_of, train_vocabulary
 from train.wikitext import prose
 
@@ -195,6 +196,21 @@ def test_vocabulary_keeps_to_its_size_in_a_text_of_many_characters() -> None:
     text = "".join(chr(0x4E00 + i) for i in range(300)) + " abc" * 50
     assert train_vocabulary([text], 64, lowercase=True).vocab_size <= 64
     assert "abc" in train_vocabulary([text], 64, lowercase=True).backend.get_vocab()
+
+
+def test_counting_words_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "_MOST_WORDS", 100)
+    monkeypatch.setattr(vocabulary, "_MOST_TRAINED", 20)
+    words: Counter[str] = Counter()
+    for number in range(50):
+        vocabulary.count_more(words, Counter(["common", "words", *(f"rare{number}x{i}" for i in range(9))]))
+        assert len(words) <= 111
+    assert words["common"] == words["words"] == 50
+    for number in range(50):
+        vocabulary.count_more(words, Counter({f"twice{number}x{i}": 2 for i in range(9)}))
+        assert len(words) <= 111
+    pieces = vocabulary.vocabulary_of(words, 64, lowercase=True).backend.get_vocab()
+    assert {"common", "words"} <= pieces.keys()
 
 
 def test_a_cased_vocabulary_keeps_accents() -> None:

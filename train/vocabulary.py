@@ -15,7 +15,8 @@ from bertship.tokenization import SPECIAL_TOKENS, Tokenizer, bert_backend
 MULTIPLE_OF = 8  # pieces; matrix units like the vocabulary's dimension even
 _LONGEST_WORD = 100  # characters; WordPiece takes longer ones as unknown (bert_backend), so nothing is learnt from them
 _LEAST_COUNT = 2  # of a merge; a pair seen once is a word, not a piece
-_MOST_WORDS = 2_000_000  # distinct, while they are counted
+_MOST_WORDS = 600_000  # distinct, while they are counted
+_MOST_TRAINED = 300_000  # the most frequent, each of which takes the trainer more than a kilobyte
 _REPEATS = 1000  # of a word in one text for the trainer
 
 
@@ -39,9 +40,13 @@ def count_more(by_spaces: Counter[str], more: Counter[str]) -> None:
         for word in [word for word, count in by_spaces.items() if count < _LEAST_COUNT]:
             del by_spaces[word]
         if len(by_spaces) > _MOST_WORDS // 2:  # all of them are common: forget the rarest half
-            keep = sorted(by_spaces.items(), key=lambda item: (-item[1], item[0]))[: _MOST_WORDS // 2]
+            keep = _most_frequent(by_spaces, _MOST_WORDS // 2)
             by_spaces.clear()
-            by_spaces.update(dict(keep))
+            by_spaces.update(keep)
+
+
+def _most_frequent(words: Counter[str], count: int) -> Counter[str]:
+    return Counter(dict(sorted(words.items(), key=lambda item: (-item[1], item[0]))[:count]))
 
 
 def vocabulary_of(by_spaces: Counter[str], size: int, lowercase: bool) -> Tokenizer:
@@ -49,6 +54,8 @@ def vocabulary_of(by_spaces: Counter[str], size: int, lowercase: bool) -> Tokeni
     backend = bert_backend({token: index for index, token in enumerate(SPECIAL_TOKENS)}, lowercase)
     words = _count_words(by_spaces, backend)
     alphabet = _alphabet(words, (size - len(SPECIAL_TOKENS)) // 2)
+    if len(words) > _MOST_TRAINED:
+        words = _most_frequent(words, _MOST_TRAINED)
     known = {piece.removeprefix("##") if len(piece) > 1 else piece for piece in alphabet}
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=size,

@@ -61,7 +61,7 @@ def corpus(
     Sentences, a WordPiece vocabulary, and ids in memory-mapped files. An interrupted build goes on where it was.
     """
     out = runs / "corpus" / name
-    make = load("train.stages:make_corpus")
+    make = load("train.corpus:make_corpus")
     manifest = make(sources or [], out, parse_settings(settings), report, force, workers, tokenizer)
     show(manifest, [str(out), *metric_lines(manifest["metrics"])])
 
