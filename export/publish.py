@@ -26,7 +26,7 @@ def fingerprint_of(run: Path, precisions: Sequence[str], examples: Sequence[Exam
     """Changes when anything that the artifacts or their gate depend on does."""
     root = Path(__file__).parents[1]
     core = ("metrics", "pipeline", "runners", "tasks/*", "tokenization")
-    model = ("checkpoint", "evaluate", "heads", "model", "torch_runner")
+    model = ("checkpoint", "evaluate", "features", "heads", "model", "torch_runner")
     code = code_digest(root, [*(f"bertship/{n}.py" for n in core), *(f"train/{n}.py" for n in model), "export/*.py"])
     data = [[dict(e.columns), e.target] for e in examples]
     files = read_manifest(run, "finetune")["files"]
