@@ -119,7 +119,7 @@ def _child(arguments: argparse.Namespace) -> dict[str, Any]:
     init, _ = find_init(arguments.init, Path("runs"), "tiny", _say)
     train, dev, task = _examples(arguments, name)
     if side == "ours":
-        return _ours(task, init, train, dev, arguments.seed)
+        return _ours(task, init, train, dev, arguments.seed, trial=bool(arguments.limit))
     return _recipe(name, task, init, train, dev, arguments.seed, best=side == "best")
 
 
@@ -142,11 +142,11 @@ def _examples(arguments: argparse.Namespace, name: str) -> tuple[list[Any], list
     return train, dev, task
 
 
-def _ours(task: Any, init: Path, train: list[Any], dev: list[Any], seed: int) -> dict[str, Any]:
+def _ours(task: Any, init: Path, train: list[Any], dev: list[Any], seed: int, trial: bool) -> dict[str, Any]:
     from bertship.config import FinetuneConfig
     from train.finetune import finetune
 
-    config = FinetuneConfig(**{**task.training, "seed": seed})
+    config = FinetuneConfig(**{**task.training, "seed": seed, **({"min_updates": 1} if trial else {})})
     with tempfile.TemporaryDirectory() as folder:
         manifest = finetune(task, init, Path(folder) / "run", config, train, dev, _say)
     found = manifest["metrics"]

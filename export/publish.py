@@ -40,7 +40,7 @@ def fingerprint_of(
     """Changes when anything that the artifacts or their gate depend on does."""
     root = Path(__file__).parents[1]
     core = ("metrics", "pipeline", "runners", "tasks/*", "tokenization")
-    model = ("checkpoint", "evaluate", "heads", "model", "torch_runner")
+    model = ("checkpoint", "evaluate", "features", "heads", "model", "torch_runner")
     code = code_digest(root, [*(f"bertship/{n}.py" for n in core), *(f"train/{n}.py" for n in model), "export/*.py"])
     data = [[[dict(e.columns), e.target] for e in split] for split in (examples, spread(calibration, CALIBRATION_ROWS))]
     files = [digest_of(source.model_dir), source.task.to_json()]

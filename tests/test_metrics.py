@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertship.metrics import _normal, score_entities, score_labels, score_squad, score_values
@@ -109,6 +109,7 @@ def valid(tags):
 
 
 @pytest.mark.filterwarnings("ignore")
+@settings(deadline=None)  # a busy machine is no fault
 @given(SEQUENCES, st.booleans())
 def test_entities_agree_with_seqeval(sequences, strict):
     """In its strict IOB2 mode on IOB2; on anything else with its lenient one, as conlleval reads loose tags."""

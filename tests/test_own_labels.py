@@ -43,7 +43,7 @@ def write(folder: Path, count: int, split: str) -> None:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, bertship, warm_start):
     home = tmp_path_factory.mktemp("own")
-    write(home, 240, "train")
+    write(home, 160, "train")
     write(home, 40, "dev")
     runs, repository = home / "runs", home / "model_repository"
     for file, text in TASKS_OF_DOCS.items():
@@ -84,4 +84,4 @@ def test_the_docs_check_command(served, bertship, name):
     code, out, err = bertship("task", "check", home / f"{name}.toml", home / name)
     # the made-up texts repeat themselves, across the splits too: that is what it says
     assert code == 1 and "in the training split too" in out, err
-    assert "train: 240 rows" in out and "dev: 40 rows" in out
+    assert "train: 160 rows" in out and "dev: 40 rows" in out
