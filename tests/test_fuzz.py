@@ -1,11 +1,14 @@
 """Hostile requests over HTTP and gRPC: each gets a result or a typed error, and the server goes on as if nothing was.
 
-Some hundreds by default; ten thousand are marked slow.
+Some hundreds by default; ten thousand are marked slow. One thing is left out, as it ends Triton 2.51 itself before any
+model is asked (docs/serving.md): JSON whose `shape` states an enormous tensor of a type of fixed size, for which the
+server takes the memory at once.
 """
 
 import http.client
 import json
 import random
+import re
 import struct
 import threading
 from collections import Counter
@@ -25,6 +28,7 @@ from serving.repository import render
 
 TASKS = {"sentence": SENTENCE, "span": SPAN, "token": TOKEN}
 DATATYPES = ("BYTES", "FP32", "INT64", "BOOL", "UINT8", "FP16", "BF16", "", "NONE", "bytes")
+UNREADABLE = re.compile("parse|JSON|unexpected|Invalid|invalid")
 PIECES = [
     "",
     "a",
@@ -87,10 +91,20 @@ def parameters_of(rng: random.Random) -> dict[str, Any]:
     return {rng.choice(names): rng.choice(values) for _ in range(rng.randint(0, 2))}
 
 
+def nasty_texts(rng: random.Random, task: Any) -> dict[str, list[str]]:
+    """Well-formed columns of texts that are odd, but texts."""
+    count = rng.randint(1, 4)
+    return {name: [text_of(rng) for _ in range(count)] for name in task.behaviour.inputs}
+
+
 def json_request(rng: random.Random, task: Any) -> bytes:
+    if rng.random() < 0.3:
+        columns = nasty_texts(rng, task).items()
+        inputs = [{"name": n, "shape": [len(t)], "datatype": "BYTES", "data": t} for n, t in columns]
+        return json.dumps({"inputs": inputs}, ensure_ascii=rng.random() < 0.5).encode()
     texts = [text_of(rng) for _ in range(rng.randint(0, 4))]
     strange = [texts, texts, texts, None, "a", [None], [1], [["a"], "b"], {"a": 1}, [True], [1e400], [[[]]]]
-    inputs = [
+    inputs: Any = [
         {
             "name": rng.choice([name, name, name, name, "", "TEXTS", "input_ids"]),
             "shape": shape_of(rng, len(texts)),
@@ -99,6 +113,9 @@ def json_request(rng: random.Random, task: Any) -> bytes:
         }
         for name in task.behaviour.inputs
     ]
+    for tensor in inputs:
+        if tensor["datatype"] != "BYTES" and max([0, *tensor["shape"]]) > 1000:
+            tensor["shape"] = [1000]  # see above
     if rng.random() < 0.1:
         inputs = rng.choice([[], inputs * 2, inputs[:1], [{}], None, "x"])
     request: dict[str, Any] = {"inputs": inputs}
@@ -162,8 +179,10 @@ def ask_http(address: str, rng: random.Random) -> str:
         connection.endheaders(body)
         reply = connection.getresponse()
         content = reply.read()
-        if reply.status not in (200, 404, 405) and path.endswith("/infer") and method == "POST":
-            assert json.loads(content)["error"], content[:200]
+        if reply.status in (400, 500):
+            message = json.loads(content.decode("utf-8", "replace"))["error"]
+            # nothing of ours failed: Triton says 500 for a body that it cannot read
+            assert reply.status == 400 or UNREADABLE.search(message), message
         return f"http {reply.status}"
     finally:
         connection.close()
@@ -174,7 +193,11 @@ def ask_grpc(stub: Any, rng: random.Random) -> str:
     request = service_pb2.ModelInferRequest(model_name=rng.choice([task.name] * 8 + ["", "nope", "moods_encode"]))
     if rng.random() < 0.1:
         request.model_version = rng.choice(["1", "2", "x", "-1"])
-    for name in task.behaviour.inputs:
+    sane = nasty_texts(rng, task) if rng.random() < 0.3 else {}
+    for name, texts in sane.items():
+        tensor = request.inputs.add(name=name, datatype="BYTES", shape=[len(texts)])
+        tensor.contents.bytes_contents.extend(text.encode() for text in texts)
+    for name in () if sane else task.behaviour.inputs:
         texts = [text_of(rng).encode("utf-8", "surrogatepass") for _ in range(rng.randint(0, 3))]
         tensor = request.inputs.add(
             name=rng.choice([name] * 8 + ["", "x"]), datatype=rng.choice(["BYTES"] * 6 + list(DATATYPES))
@@ -198,6 +221,7 @@ def ask_grpc(stub: Any, rng: random.Random) -> str:
     try:
         stub.ModelInfer(request, timeout=60)
     except grpc.RpcError as error:
+        assert error.code() is not grpc.StatusCode.INTERNAL or UNREADABLE.search(error.details()), error.details()
         return f"grpc {error.code().name}"
     return "grpc OK"
 
@@ -242,8 +266,6 @@ def check(outcomes, count):
     answered = outcomes["http 200"] + outcomes["grpc OK"]
     refused = outcomes["http 400"] + outcomes["grpc INVALID_ARGUMENT"]
     assert answered > count / 50 and refused > count / 5, outcomes
-    # nothing of ours failed: what Triton itself calls internal is a body that it cannot read
-    assert outcomes["grpc INTERNAL"] + outcomes["http 500"] <= count / 100, outcomes
 
 
 def test_some_hundred_hostile_requests(served, exports):
