@@ -19,12 +19,14 @@ class Model:
     answer: Answer
     version: str = "1"
     platform: str = "ensemble"
+    pinned: int = -1  # the version that its steps are named in
+    steps: str = ""  # whose steps they are, its own if none
 
 
 @dataclass
 class FakeTriton:
     models: dict[str, Model]
-    index_status: int = 200
+    stats_status: int = 200
     url: str = ""
     seen: list[str] = field(default_factory=list)
 
@@ -37,6 +39,10 @@ class FakeTriton:
 
             def do_GET(self) -> None:
                 fake.seen.append(f"GET {self.path}")
+                if self.path == "/v2/models/stats":
+                    stats = {"model_stats": [{"name": n, "version": m.version} for n, m in fake.models.items()]}
+                    self.say(fake.stats_status, stats if fake.stats_status == 200 else {"error": "closed"})
+                    return
                 name, _, what = self.path.removeprefix("/v2/models/").partition("/")
                 name = unquote(name)
                 self.say(*fake.config(name) if what else fake.metadata(name))
@@ -44,12 +50,9 @@ class FakeTriton:
             def do_POST(self) -> None:
                 fake.seen.append(f"POST {self.path}")
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
-                if self.path == "/v2/repository/index":
-                    ready = [{"name": n, "version": m.version, "state": "READY"} for n, m in fake.models.items()]
-                    self.say(fake.index_status, ready if fake.index_status == 200 else {"error": "closed"})
-                    return
-                name = unquote(self.path.removeprefix("/v2/models/").removesuffix("/infer"))
-                if name not in fake.models:
+                name, _, version = self.path.removeprefix("/v2/models/").removesuffix("/infer").partition("/versions/")
+                name = unquote(name)
+                if name not in fake.models or (version and version != fake.models[name].version):
                     self.say(404, {"error": f"unknown model {name}"})
                     return
                 status, outputs = fake.models[name].answer(body)
@@ -87,7 +90,13 @@ class FakeTriton:
         }
 
     def config(self, name: str) -> tuple[int, dict[str, Any]]:
-        steps = [{"model_name": f"{name}_tokenize", "input_map": {n: n for n in self.models[name].inputs}}]
+        model = self.models[name]
+        step = {
+            "model_name": f"{model.steps or name}_tokenize",
+            "model_version": model.pinned,
+            "input_map": {n: n for n in model.inputs},
+        }
+        steps = [step]
         return 200, {"ensemble_scheduling": {"step": steps}}
 
 

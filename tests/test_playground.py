@@ -1,5 +1,6 @@
 """serving/playground: what it hands to a browser, what it learns from the server, and what it refuses."""
 
+import dataclasses
 import http.client
 import json
 import signal
@@ -85,7 +86,8 @@ def test_an_answer_is_what_triton_answers(line):
         assert float(headers["Server-Timing"].removeprefix("triton;dur=")) > 0
         pipeline = from_export(line.runs / "export" / "sst2")
         tokens = len(encode(pipeline.task, pipeline.tokenizer, {"TEXT": QUESTION["inputs"][0]["data"]}).rows[0])
-        assert request(page, "POST", "/api/rows/sst2", QUESTION, **JSON)[2] == {"rows": 1, "tokens": tokens}
+        rows = request(page, "POST", "/api/rows/sst2", QUESTION, **JSON)[2]
+        assert (rows["rows"], rows["tokens"]) == (1, tokens) and rows["version"] in ("", "1")
         long = {"name": "CONTEXT", "shape": [1], "datatype": "BYTES", "data": ["It was warm. " * 400]}
         asked = {"inputs": [{**long, "name": "QUESTION", "data": ["Where?"]}, long], "parameters": {"top_k": 2}}
         rows = request(page, "POST", "/api/rows/squad", asked, **JSON)[2]
@@ -148,8 +150,8 @@ def test_it_listens_on_this_machine_alone(page):
     assert page._server.server_address[0] == "127.0.0.1"
 
 
-def test_a_closed_index_leaves_the_repository(fake, tmp_path):
-    fake.index_status = 403
+def test_a_server_that_lists_nothing_leaves_the_repository(fake, tmp_path):
+    fake.stats_status = 403
     with pytest.raises(ServerUnavailable, match="does not list its models \\(closed\\); name its repository"):
         Served(fake.url).tasks()
     for name in ("mood", "other"):
@@ -159,8 +161,36 @@ def test_a_closed_index_leaves_the_repository(fake, tmp_path):
 
 
 def test_no_rows_where_the_server_does_not_tell(page):
-    assert request(page, "POST", "/api/rows/mood", QUESTION, **JSON)[::2] == (200, {"rows": None, "tokens": None})
-    assert request(page, "POST", "/api/rows/mood", b"[1", **JSON)[::2] == (200, {"rows": None, "tokens": None})
+    assert request(page, "POST", "/api/rows/mood", QUESTION, **JSON)[::2] == (
+        200,
+        {"rows": None, "tokens": None, "version": ""},
+    )
+    assert request(page, "POST", "/api/rows/mood", b"[1", **JSON)[::2] == (
+        200,
+        {"rows": None, "tokens": None, "version": ""},
+    )
+
+
+def test_the_version_is_the_one_that_the_steps_name(fake, tmp_path):
+    """A deployment changes the steps' versions, not the ensemble's; the labels are that version's, not the newest's."""
+    for version, labels in ((1, ("bad", "good")), (2, ("bad", "good", "so-so")), (3, ("never", "served"))):
+        folder = tmp_path / "mood_tokenize" / str(version)
+        folder.mkdir(parents=True)
+        text = dataclasses.replace(TASKS["sst2"], name="mood", labels=labels).to_json()
+        (folder / "task.json").write_text(text, encoding="utf-8")
+    served = Served(fake.url, tmp_path)
+    (task,) = served.tasks()
+    assert (task["version"], task["labels"]) == ("1", ["never", "served"])  # named by nobody: the newest
+    fake.models["mood"].pinned = 2
+    (task,) = served.tasks()
+    assert (task["version"], task["labels"]) == ("2", ["bad", "good", "so-so"])
+    mask = [{"name": "attention_mask", "shape": [1, 3], "data": [1, 1, 0]}]
+    tokenize = Model({"TEXT": [-1]}, {}, lambda body: (200, mask), version="2", platform="")
+    fake.models["mood_tokenize"] = tokenize
+    fake.models["mood_candidate"] = dataclasses.replace(fake.models["mood"], steps="mood")
+    assert [task["name"] for task in served.tasks()] == ["mood"]
+    assert served.rows("mood", json.dumps(QUESTION).encode()) == {"rows": 1, "tokens": 2, "version": "2"}
+    assert fake.seen[-1] == "POST /v2/models/mood_tokenize/versions/2/infer"
 
 
 def test_a_server_that_has_gone(fake, page):

@@ -481,6 +481,20 @@ def test_label_names_are_learnt_from_answers(open_page):
         expect(labels).to_have_text(["bad", "good", "so-so"])
 
 
+def test_a_version_that_is_deployed_meanwhile(open_page):
+    """The page notices by its answer, forgets the old labels, and asks the new version."""
+    with FakeTriton({"mood": labelled(["bad", "good"], lambda text: 1)}).run() as fake:
+        fake.models["mood"].pinned = 1
+        with Playground(Served(fake.url), port=0) as made:
+            page = open_page(made.start())
+            expect(page.locator("#facts .version")).to_have_text("version 1")
+            fake.models["mood"] = labelled(["sad", "so-so", "glad"], lambda text: 2)
+            fake.models["mood"].pinned = 2
+            page.locator("textarea").fill("anything")
+            expect(page.locator("#facts .version")).to_have_text("version 2")
+            expect(page.locator(".bars .label")).to_have_text(["label 1", "label 2", "glad"])
+
+
 def test_many_labels_choices_and_unknown_tensors(open_page):
     def choice(body):
         assert body["inputs"][1]["shape"] == [1, 3]

@@ -94,33 +94,36 @@ class Served:
         """One request to the task as it came, and the answer as it came. Raises ServerUnavailable."""
         return self._ask("POST", f"/v2/models/{quote(task, safe='')}/infer", body)
 
-    def rows(self, task: str, body: bytes) -> dict[str, int] | None:
-        """How many rows (windows) and tokens the request of `body` makes; None where the server does not tell.
+    def rows(self, task: str, body: bytes) -> dict[str, Any]:
+        """What the request of `body` came to: `rows` (windows) and `tokens`, and the `version` that answers it now.
 
-        Asks the ensemble's first step, the tokenizer, for its mask alone.
+        Asks the ensemble's first step, the tokenizer, for its mask alone; None for what the server does not tell.
         """
-        step = self._models[task]["tokenize"]
-        if not step:
-            return None
+        steps = self._steps(task)
+        told: dict[str, Any] = {"rows": None, "tokens": None, "version": _version(steps)}
+        step = next((s for s in steps if set(s["input_map"].values()) <= self._models[task]["names"]), None)
         try:
             asked = json.loads(body)
-            inputs = asked["inputs"]
+            wanted = {"inputs": asked["inputs"], "outputs": [{"name": "attention_mask"}]}
+            if asked.get("parameters"):
+                wanted["parameters"] = asked["parameters"]
         except (ValueError, TypeError, KeyError):
-            return None
-        wanted = {"inputs": inputs, "outputs": [{"name": "attention_mask"}]}
-        if asked.get("parameters"):
-            wanted["parameters"] = asked["parameters"]
-        reply = self._ask("POST", f"/v2/models/{quote(step, safe='')}/infer", json.dumps(wanted).encode())
-        if reply.status != 200:
-            return None
-        (mask,) = json.loads(reply.body)["outputs"]
-        return {"rows": int(mask["shape"][0]), "tokens": sum(mask["data"])}
+            return told
+        if step is None:
+            return told
+        pinned = f"/versions/{version}" if (version := _version([step])) else ""
+        path = f"/v2/models/{quote(step['model_name'], safe='')}{pinned}/infer"
+        reply = self._ask("POST", path, json.dumps(wanted).encode())
+        if reply.status == 200:
+            (mask,) = json.loads(reply.body)["outputs"]
+            told |= {"rows": int(mask["shape"][0]), "tokens": sum(mask["data"])}
+        return told
 
     def _names(self) -> list[str]:
-        """Ready models by name; where the server keeps its index closed, those that the repository holds."""
-        reply = self._ask("POST", "/v2/repository/index", b"{}")
+        """Loaded models by name; where the server does not tell, those that the repository holds."""
+        reply = self._ask("GET", "/v2/models/stats")
         if reply.status == 200:
-            return sorted({m["name"] for m in json.loads(reply.body) if m.get("state") == "READY"})
+            return sorted({model["name"] for model in json.loads(reply.body)["model_stats"]})
         if self._repository is None or not self._repository.is_dir():
             reason = _message(reply.body) or f"status {reply.status}"
             raise ServerUnavailable(
@@ -129,25 +132,27 @@ class Served:
         return sorted(folder.name for folder in self._repository.iterdir() if (folder / "config.pbtxt").is_file())
 
     def _model(self, name: str) -> dict[str, Any] | None:
-        """Metadata of an ensemble, and its first step's name; None for any other model."""
+        """Metadata of a task's ensemble; None for any other model, such as a version that is being tried."""
         metadata = self._json(f"/v2/models/{quote(name, safe='')}")
         if metadata is None or metadata.get("platform") != "ensemble":
             return None
+        if not all(step["model_name"].startswith(f"{name}_") for step in self._steps(name)):
+            return None
+        return {**metadata, "names": {tensor["name"] for tensor in metadata["inputs"]}}
+
+    def _steps(self, name: str) -> list[dict[str, Any]]:
+        """The ensemble's steps as they are now, first to last."""
         config = self._json(f"/v2/models/{quote(name, safe='')}/config") or {}
-        inputs = {tensor["name"] for tensor in metadata["inputs"]}
-        steps = config.get("ensemble_scheduling", {}).get("step", [])
-        return {
-            **metadata,
-            "tokenize": next((s["model_name"] for s in steps if set(s["input_map"].values()) <= inputs), None),
-        }
+        return list(config.get("ensemble_scheduling", {}).get("step", []))
 
     def _describe(self, name: str, facts: dict[str, Any]) -> dict[str, Any]:
-        task = self._definition(name)
+        steps = self._steps(name)
+        task = self._definition(steps)
         inputs = tuple(tensor["name"] for tensor in facts["inputs"])
         samples = self._samples(name, inputs)
         return {
             "name": name,
-            "version": max(facts["versions"], key=_as_number, default=""),
+            "version": _version(steps) or max(facts["versions"], key=_as_number, default=""),
             "inputs": facts["inputs"],
             "outputs": facts["outputs"],
             "description": task.description if task else "",
@@ -157,13 +162,14 @@ class Served:
             "scale": _scale(samples),
         }
 
-    def _definition(self, name: str) -> Task | None:
-        """The task as the newest version in the repository defines it."""
-        if self._repository is None:
-            return None
-        paths = sorted(self._repository.glob(f"{name}_decode/*/task.json"), key=lambda p: _as_number(p.parent.name))
-        with contextlib.suppress(InputError, OSError):
-            return Task.from_file(paths[-1]) if paths else None
+    def _definition(self, steps: Sequence[Mapping[str, Any]]) -> Task | None:
+        """The task as the repository defines it, in the version that the steps name or else in the newest."""
+        for step in steps if self._repository is not None else ():
+            assert self._repository is not None
+            found = self._repository.glob(f"{step['model_name']}/{_version([step]) or '*'}/task.json")
+            with contextlib.suppress(InputError, OSError):
+                if paths := sorted(found, key=lambda path: _as_number(path.parent.name)):
+                    return Task.from_file(paths[-1])
         return None
 
     def _samples(self, name: str, inputs: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -194,6 +200,12 @@ class Served:
         finally:
             connection.close()
         return Reply(reply.status, content, time.perf_counter() - started_s)
+
+
+def _version(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The version that an ensemble's steps name, which is what a deployment changes; empty where it is the newest."""
+    named = [int(step.get("model_version", -1)) for step in steps]
+    return str(max(named)) if named and min(named) > 0 else ""
 
 
 def _as_number(version: str) -> int:

@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not served.knows(task):
             raise _Refused(404, f"no task {task!r:.100} is served at {served.url}")
         if parts[2] == "rows":
-            self._send_json(200, {"rows": None, "tokens": None} | (served.rows(task, self._body) or {}))
+            self._send_json(200, served.rows(task, self._body))
             return
         reply = served.infer(task, self._body)
         timing = {"Server-Timing": f"triton;dur={reply.seconds * 1e3:.3f}"}

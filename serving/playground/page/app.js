@@ -83,7 +83,8 @@ function choose() {
   } catch {
     // a broken address names no task
   }
-  const task = page.tasks.find(({ name }) => name === wanted) ?? page.task ?? page.tasks[0];
+  const named = (name) => page.tasks.find((task) => task.name === name);
+  const task = named(wanted) ?? named(page.task?.name) ?? page.tasks[0];
   const changed = page.task?.name !== task.name;
   page.task = task;
   for (const link of $("tasks").children) {
@@ -256,7 +257,7 @@ async function ask() {
     status(true, page.server.replace("http://", ""));
     page.raw = text;
     answered(task, JSON.parse(text), given, response);
-    rows(task, options, mine);
+    details(task, options, mine, JSON.parse(text).model_version);
   } catch (error) {
     if (error.name === "AbortError") return;
     if (mine === page.sequence) refused("", error instanceof TypeError ? "The playground itself has ended. Start it again with `make playground`." : error.message);
@@ -289,7 +290,7 @@ function answered(task, reply, given, response) {
   $("facts").replaceChildren(
     ...(spent ? [fact("latency", milliseconds(Number(spent[1])), "From the request to Triton's last byte, over HTTP on this machine")] : []),
     fact("windows", "", "Rows of the encoder that the request made, and tokens in them"),
-    fact("version", `version ${reply.model_version}`, "The model's version on the server"),
+    fact("version", "", "The model's version on the server"),
     ...(answer.TRUNCATED ? [fact("truncated", "truncated", "The text was longer than the model takes: its end was not read")] : []),
   );
   code();
@@ -299,26 +300,34 @@ function answered(task, reply, given, response) {
 async function waiting(task, options, mine) {
   $("answer").classList.add("busy", "stale");
   $("answer").setAttribute("aria-busy", "true");
-  const size = await windows(task, options);
-  if (mine === page.sequence && $("answer").classList.contains("busy") && size) {
-    $("facts").replaceChildren(el("span", { className: "latency" }, `reading ${size} …`));
+  const told = await rows(task, options);
+  if (mine === page.sequence && $("answer").classList.contains("busy") && told.rows) {
+    $("facts").replaceChildren(el("span", { className: "latency" }, `reading ${sizeOf(told)} …`));
   }
 }
 
-/** How many windows the answer took: counted apart, so that it does not keep the answer waiting. */
-async function rows(task, options, mine) {
-  const size = await windows(task, options);
-  if (mine === page.sequence && size) $("facts").querySelector(".windows").textContent = size;
+/** What the answer came from: asked apart, so that it does not keep the answer waiting. */
+async function details(task, options, mine, ensemble) {
+  const told = await rows(task, options);
+  if (mine !== page.sequence) return;
+  if (told.rows) $("facts").querySelector(".windows").textContent = sizeOf(told);
+  $("facts").querySelector(".version").textContent = `version ${told.version || ensemble}`;
+  if (told.version && told.version !== task.version) {
+    // another version serves now, perhaps with other labels: learn them, and ask it
+    await load();
+    if (mine === page.sequence && page.task.version === told.version) ask();
+  }
 }
 
-/** "12 windows, 4,312 tokens"; null where the server does not tell: the answer stands without it. */
-async function windows(task, options) {
+const sizeOf = (told) => `${count(told.rows, "window")}, ${count(told.tokens, "token")}`;
+
+/** Rows, tokens and version; empty where the server does not tell: the answer stands without them. */
+async function rows(task, options) {
   try {
     const response = await fetch(`api/rows/${encodeURIComponent(task.name)}`, options);
-    const { rows: number, tokens } = await response.json();
-    return number ? `${count(number, "window")}, ${count(tokens, "token")}` : null;
+    return response.ok ? await response.json() : {};
   } catch {
-    return null;
+    return {};
   }
 }
 
