@@ -117,6 +117,7 @@ class Clients:
 
     def __init__(self, url: str, count: int) -> None:
         self.answers: Counter[str] = Counter()
+        self.labels: dict[str, set[str]] = {text: set() for text in TEXTS}
         self.failures: list[str] = []
         self._url, self._stop = url, threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(count)]
@@ -125,7 +126,9 @@ class Clients:
         with Client(self._url, timeout_s=60) as client:
             while not self._stop.is_set():
                 try:
-                    for answer in client.ask("weather", TEXT=TEXTS[: 1 + number % len(TEXTS)]):
+                    texts = TEXTS[: 1 + number % len(TEXTS)]
+                    for text, answer in zip(texts, client.ask("weather", TEXT=texts), strict=True):
+                        self.labels[text].add(answer["LABEL"])
                         known = OTHER if answer["LABEL"] in OTHER else ("fair", "foul")
                         assert answer["LABEL"] in known and len(answer["PROBABILITIES"]) == len(known), answer
                         self.answers[answer["LABEL"]] += 1
@@ -190,6 +193,7 @@ def test_a_bad_version_is_rolled_back_and_the_old_one_goes_on_serving(
         assert str(caught.value).endswith("version 1 goes on serving") and "\n" not in str(caught.value)
         time.sleep(0.3)
     assert clients.failures == [] and set(clients.answers) == {"fair", "foul"}
+    assert {len(labels) for labels in clients.labels.values()} == {1}  # nobody was answered by the new one
     assert contents(served.repository) == before
     assert {state for _, state in served.server.control.index().items()} <= {"READY", "UNAVAILABLE", "UNLOADING"}
     # and a good one is taken as if nothing had been
