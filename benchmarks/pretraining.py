@@ -78,7 +78,7 @@ class Ours(Contender):
         self.model, precision = model, pick_precision(config.precision, DEVICE)
         self.learner = Learner(model, config, Processes(0, 1, DEVICE), precision)
         self.learner.begin(Phase(config.steps, 128, config.batch_size, config.learning_rate, config.warmup_steps))
-        updates = Updates(dataset, config.steps, config.batch_size, config, layout_of(config, DEVICE))
+        updates = Updates(dataset, config.steps, config.batch_size, config, layout_of(config))
         self.batches: Iterator[tuple[Counts, list[dict[str, torch.Tensor]]]] = iterate(updates, 0, 0, DEVICE)
         self.number = 0
         model.train()

@@ -19,7 +19,7 @@ from train.batches import Batch, Counts, Updates, phases_of, where_of
 from train.dataset import Sample, Span
 from train.heads import MaskedLanguageModel, PretrainingModel
 from train.objectives import forward, loss_sums
-from train.packing import LAYOUTS, lay_out, pack
+from train.packing import ALIGNED, LAYOUTS, lay_out, pack
 
 CONFIG = EncoderConfig(
     vocab_size=64,
@@ -131,17 +131,18 @@ def test_positions_begin_anew_for_each_packed_pair_and_run_on_through_its_separa
     assert where.positions[batch["attention_mask"] == 0].sum() == 0
 
 
-def attention_inputs() -> tuple[list[torch.Tensor], Sequences]:
-    where = where_of(batch_of(make_samples(), "packed"))
+def attention_inputs(layout: str) -> tuple[list[torch.Tensor], Sequences]:
+    where = where_of(batch_of(make_samples(), layout))
     assert where is not None
     torch.manual_seed(6)
     tokens = len(where.back)
     return [torch.randn(tokens, 3, 8, requires_grad=True) for _ in range(3)], where
 
 
-def test_the_kernel_for_jagged_sequences_equals_the_one_that_pads() -> None:
+@pytest.mark.parametrize("layout", ["packed", "unpadded"])
+def test_the_kernel_for_jagged_sequences_equals_the_one_that_pads(layout: str) -> None:
     """What CUDA runs, on the CPU; causal is CUDA's alone here."""
-    qkv, where = attention_inputs()
+    qkv, where = attention_inputs(layout)
     bias = attention_bias(where.real, False, torch.float32)
     real = torch.zeros(len(where.back)).index_fill(0, where.tokens, 1.0)[:, None, None]
     results = []
@@ -174,7 +175,7 @@ def test_compiled_blocks_agree(kernel: Callable[..., torch.Tensor], monkeypatch:
 
 
 def test_both_equal_the_formula() -> None:
-    (q, k, v), where = attention_inputs()
+    (q, k, v), where = attention_inputs("packed")
     for causal in (False, True):
         bias = attention_bias(where.real, causal, torch.float32)
         ours = attend_regathered(q, k, v, where, bias, causal, 0.0)
@@ -258,7 +259,7 @@ def test_counts_are_those_of_the_samples(layout: str) -> None:
     assert (counts.predicted, counts.pairs) == (sum(len(s.positions) for s in samples), len(samples))
     assert counts.is_next == sum(s.next_label == 0 for s in samples)
     assert counts.computed >= counts.tokens == sum(LENGTHS)
-    assert (counts.computed == counts.tokens) == (layout == "unpadded")
+    assert (counts.computed < counts.tokens + 3 * ALIGNED) == (layout == "unpadded"), "three microbatches"
 
 
 def test_processes_share_an_update_whatever_their_number() -> None:

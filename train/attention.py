@@ -108,16 +108,19 @@ def attend_jagged(
     q_xNK: Tensor, k_xNK: Tensor, v_xNK: Tensor, where: Sequences, bias: Tensor, causal: bool, dropout: float
 ) -> Tensor:
     """On sequences end to end, with PyTorch's jagged tensors: on CUDA one flash kernel, nothing spent on padding."""
-    alone = where.tokens.shape[0] == q_xNK.shape[0]  # one row without padding holds the tokens end to end already
-    longest = where.places.shape[1]
+    one_row = where.positions.shape[0] == 1  # it holds the tokens end to end already, its padding after them
+    longest, tokens = where.places.shape[1], where.tokens.shape[0]
     q_BNjK, k_BNjK, v_BNjK = (
         torch.nested.nested_tensor_from_jagged(
-            x_xNK if alone else x_xNK.index_select(0, where.tokens), where.bounds, min_seqlen=1, max_seqlen=longest
+            x_xNK[:tokens] if one_row else x_xNK.index_select(0, where.tokens),
+            where.bounds,
+            min_seqlen=1,
+            max_seqlen=longest,
         ).transpose(1, 2)
         for x_xNK in (q_xNK, k_xNK, v_xNK)
     )
     gathered_BNjK = F.scaled_dot_product_attention(q_BNjK, k_BNjK, v_BNjK, dropout_p=dropout, is_causal=causal)
     gathered_TNK = gathered_BNjK.transpose(1, 2).values()
-    if alone:
-        return gathered_TNK
+    if one_row:
+        return F.pad(gathered_TNK, (0, 0, 0, 0, 0, q_xNK.shape[0] - tokens))
     return torch.zeros_like(q_xNK).index_copy(0, where.tokens, gathered_TNK.to(q_xNK.dtype))

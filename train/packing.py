@@ -2,7 +2,7 @@
 
     padded     a row each, padded to the longest: what any BERT takes
     packed     rows of one length, filled with whole samples (best fit, longest first): equal shapes, little padding
-    unpadded   one row that is as long as all samples together: no padding, a new shape each time
+    unpadded   one row with all samples, end to end: no padding but up to a multiple of ALIGNED, a new shape each time
 
 Attention, positions and the NSP head keep the samples apart (`train.attention`), so all three give the same losses.
 """
@@ -15,6 +15,7 @@ from bertship.tokenization import Row, pad
 from train.dataset import Sample
 
 LAYOUTS = ("padded", "packed", "unpadded")
+ALIGNED = 8  # tokens; matrix products of other sizes miss a GPU's fast kernels
 WHERE = "where_"  # before the names of `train.attention.Sequences` in a batch
 
 
@@ -54,7 +55,7 @@ def lay_out(samples: Sequence[Sample], layout: str, pad_id: int, packed_length: 
     if layout == "packed":
         rows = pack(lengths, packed_length)
     else:
-        rows, packed_length = [list(range(len(samples)))], sum(lengths)
+        rows, packed_length = [list(range(len(samples)))], -(-sum(lengths) // ALIGNED) * ALIGNED
     ordered = [samples[index] for row in rows for index in row]
     joined = [
         Row(np.concatenate([samples[i].row.ids for i in row]), np.concatenate([samples[i].row.types for i in row]))

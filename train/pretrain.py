@@ -134,7 +134,7 @@ class _Training:
         self.tokenizer = Tokenizer.from_dir(corpus_dir)
         self.objective, self.phases = OBJECTIVES[config.objective], phases_of(config)
         self.precision = pick_precision(config.precision, processes.device)
-        self.layout = layout_of(config, processes.device)
+        self.layout = layout_of(config)
         for phase in self.phases:  # what is wrong with the second is said now, not after days
             self._updates(phase, "train", phase.steps)
 
