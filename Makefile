@@ -50,8 +50,7 @@ export ASK_QUESTION := $(value QUESTION)
 export ASK_CONTEXT := $(value CONTEXT)
 given = $(if $(filter command environment,$(firstword $(origin $(1)))),--$(2) "$$ASK_$(1)")
 
-.PHONY: help setup demo test lint corpus pretrain ablation finetune evaluate export repository serve stop ask bench \
-  playground plan gpu-check docs clean
+.PHONY: help setup demo test lint corpus pretrain ablation finetune evaluate export repository serve stop ask bench playground plan gpu-check docs clean
 
 help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo

@@ -255,8 +255,8 @@ def test_a_repository_on_disk_is_checked_with_its_weights(tmp_path):
 
 
 def test_nothing_is_published_that_does_not_fit(tmp_path, monkeypatch):
-    def wrong(task, plan=None):
-        files = render_files(task, plan=plan)
+    def wrong(*task_and_version, plan=None):
+        files = render_files(*task_and_version, plan=plan)
         return edited(files, "finder_encode/config.pbtxt", lambda c: setattr(c, "max_batch_size", 99))
 
     export = make_export(tmp_path / "export", "span")
