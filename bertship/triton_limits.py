@@ -5,3 +5,4 @@ PLAN_MAX_BATCH = 32  # rows of one execution of a TensorRT plan
 CORES = "cores"  # what the embedded encoders ask of Triton's rate limiter: one execution has all of them
 LONG_CHARACTERS = 20_000  # a request with more is tokenized and decoded beside the others, not before them
 TURN_TOKENS = 384  # tokens a thread that one request may take of an execution before the others get their turn
+FLUSH_S = 0.25  # seconds until the steps' counters reach the server's metrics
