@@ -7,3 +7,4 @@ QUEUE_TIMEOUT_S = 600  # the longest wait for an encoder, for requests that name
 CORES = "cores"  # what the embedded encoders ask of Triton's rate limiter: one execution has all of them
 LONG_CHARACTERS = 20_000  # a request with more is tokenized and decoded beside the others, not before them
 TURN_TOKENS = 384  # tokens a thread that one request may take of an execution before the others get their turn
+FLUSH_S = 0.25  # seconds until the steps' counters reach the server's metrics

@@ -1,5 +1,8 @@
 """What the served steps count, in Triton's own /metrics beside its own figures (pb_utils.MetricFamily, counters).
 
+An update is a message to the server and back, which would cost every request a millisecond or more. So the steps count
+for themselves, and a thread of its own tells the server FLUSH_S later.
+
 Every metric has the label `task`. Ratios are for the reader of the metrics to take, over the time that matters:
 
 - `bertship_texts_total`              elements of requests
@@ -13,9 +16,13 @@ Every metric has the label `task`. Ratios are for the reader of the metrics to t
 - `bertship_execution_rows_total`     rows in them: divided by the executions, the mean batch in rows
 """
 
+import threading
+from collections import Counter
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+
+from bertship.triton_limits import FLUSH_S
 
 FAMILIES = {
     "texts": "Elements of requests",
@@ -31,7 +38,7 @@ FAMILIES = {
 
 
 class Counters:
-    """The counters `names` of one task, by their name in `FAMILIES`."""
+    """The counters `names` of one task, by their name in `FAMILIES`; `add` may be called from any thread."""
 
     def __init__(self, task: str, names: tuple[str, ...]) -> None:
         # a metric ends with its family, and a family with the object that holds it
@@ -42,13 +49,28 @@ class Counters:
                 name=f"bertship_{name}_total", description=FAMILIES[name], kind=pb_utils.MetricFamily.COUNTER
             )
             self._metrics[name] = self._families[name].Metric(labels={"task": task})
+        self._pending: Counter[str] = Counter()
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._flush, name="metrics", daemon=True)
+        self._thread.start()
+
+    def add(self, **values: int) -> None:
+        with self._lock:
+            self._pending.update(values)
 
     def close(self) -> None:
-        """Let go of them while the server still listens: the stub crashes where they outlive it."""
+        """Tell the rest, then let go of them while the server still listens: the stub crashes where they outlive it."""
+        self._ended.set()
+        self._thread.join()
         self._metrics.clear()
         self._families.clear()
 
-    def add(self, **values: int) -> None:
-        for name, value in values.items():
-            if value:  # each update is a message to the server, so nothing is sent for nothing
-                self._metrics[name].increment(float(value))
+    def _flush(self) -> None:
+        last = False
+        while not last:
+            last = self._ended.wait(FLUSH_S)
+            with self._lock:
+                pending, self._pending = self._pending, Counter()
+            for name, value in pending.items():
+                if value:
+                    self._metrics[name].increment(float(value))

@@ -25,6 +25,7 @@ from typing import Any
 from bertship import artifacts
 from bertship.client import Client
 from bertship.errors import InputError, ServerUnavailable
+from bertship.triton_limits import FLUSH_S
 from serving.bench_report import lines, plot, to_csv
 from serving.environment import TritonEnvironment
 from serving.memory import memory_of
@@ -160,6 +161,7 @@ class _Statistics:
         """`bertship.triton_metrics` of the task; nothing where the server has no metrics, or the steps are others."""
         if not self._metrics_url:
             return {}
+        time.sleep(4 * FLUSH_S)  # until the steps have told what they counted
         try:
             with urllib.request.urlopen(self._metrics_url, timeout=10) as reply:
                 text = reply.read().decode("utf-8")

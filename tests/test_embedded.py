@@ -20,6 +20,7 @@ from bertship.client import Client
 from bertship.errors import InvalidRequest
 from bertship.pipeline import from_export
 from bertship.tokenization import Row
+from bertship.triton_limits import FLUSH_S
 from bertship.triton_turns import Work, run_together
 from serving import environment
 from serving.bench import bench
@@ -63,6 +64,7 @@ def urls(served):
 
 
 def metrics(served):
+    time.sleep(4 * FLUSH_S)  # until the steps have told what they counted
     text = urllib.request.urlopen(served.metrics_url).read().decode()
     found = re.findall(r'^(bertship_\w+)_total\{task="(\w+)"\} (\S+)$', text, re.MULTILINE)
     return {(name.removeprefix("bertship_"), task): float(value) for name, task, value in found}
