@@ -170,8 +170,8 @@ def expected_changes(wanted: Logits, got: Logits) -> float:
 
     A decision is the largest logit of an output's last axis. Counting changes needs thousands of rows to tell 1 % from
     2 %; margins against errors need a hundred: a decision changes with the probability that a normal error, as large as
-    the candidates' errors against each other are over all rows, exceeds the margin to the second. A row with decisions
-    for each token counts as their mean, one with several outputs as their sum.
+    the candidates' errors against each other are over all rows, exceeds the margin to the second. A row changes with
+    any of its decisions, of each token and of each output.
     """
     chances = np.zeros(len(wanted[0]))
     for rows_wanted, rows_got in zip(wanted, got, strict=True):
@@ -182,7 +182,7 @@ def expected_changes(wanted: Logits, got: Logits) -> float:
         spread = max(float(np.sqrt(np.mean(errors**2))), 1e-12)
         for i, (margins, _) in enumerate(found):
             if margins.size:
-                chances[i] += np.mean([0.5 * math.erfc(m / spread / math.sqrt(2)) for m in margins.tolist()])
+                chances[i] += sum(0.5 * math.erfc(m / spread / math.sqrt(2)) for m in margins.tolist())
     return float(np.minimum(chances, 1).mean())
 
 
