@@ -17,7 +17,7 @@ from export.machine import Machine, choose, find_machine
 from export.onnx_graph import OPSET, export_onnx
 from export.parity import Parity, reasons_of, rows_of_all_lengths
 from export.plan import PLANS, add_plan, timing_cache_of
-from export.precision import PRECISIONS
+from export.precision import PRECISIONS, read_recipe
 from export.reference import Reference, spread
 from export.source import Source, digest_of, from_run
 from train.evaluate import columns_of
@@ -119,6 +119,7 @@ def export_source(
             metrics={"parity": parity},
             task=task.name,
             graphs={name: PRECISIONS[name].file for name in kept},
+            recipes={name: recipe for name in kept if (recipe := read_recipe(staging / PRECISIONS[name].file))},
             refused=refused,
             # the graph for an ONNX Runtime on this processor; what was not asked for, or did not pass, is not served
             serve=choose(machine.without_gpu(), kept, ()).precision,
@@ -162,6 +163,8 @@ def _make(
         try:
             if precision.make is not None:
                 precision.make(original, path, *((calibration,) if precision.calibrated else ()))
+            if kept := read_recipe(path).get("fp32_layers"):
+                report(f"{name}: {', '.join(kept)} stay in FP32, as INT8 would change too many decisions there")
             report(f"{name}: {path.stat().st_size / 1e6:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows")
             judged = judge(reference, name, path, source.model)
         except CheckFailed as error:
