@@ -1,5 +1,8 @@
 """What the served steps count, in Triton's own /metrics beside its own figures (pb_utils.MetricFamily, counters).
 
+Only where the server's environment has BERTSHIP_METRICS=1: Triton 2.51 was seen to crash when versions of a model that
+has such counters are loaded and unloaded beside each other, and `bertship deploy` does that.
+
 An update is a message to the server and back, which would cost every request a millisecond or more. So the steps count
 for themselves, and a thread of its own tells the server FLUSH_S later.
 
@@ -16,6 +19,7 @@ Every metric has the label `task`. Ratios are for the reader of the metrics to t
 - `bertship_execution_rows_total`     rows in them: divided by the executions, the mean batch in rows
 """
 
+import os
 import threading
 from collections import Counter
 from typing import Any
@@ -24,6 +28,7 @@ import triton_python_backend_utils as pb_utils
 
 from bertship.triton_limits import FLUSH_S
 
+SWITCH = "BERTSHIP_METRICS"
 FAMILIES = {
     "texts": "Elements of requests",
     "rows": "Rows for the encoder: texts, or windows of long ones",
@@ -44,6 +49,9 @@ class Counters:
         # a metric ends with its family, and a family with the object that holds it
         self._families: dict[str, Any] = {}
         self._metrics: dict[str, Any] = {}
+        self._on = os.environ.get(SWITCH) == "1"
+        if not self._on:
+            return
         for name in names:
             self._families[name] = pb_utils.MetricFamily(
                 name=f"bertship_{name}_total", description=FAMILIES[name], kind=pb_utils.MetricFamily.COUNTER
@@ -55,11 +63,15 @@ class Counters:
         self._thread.start()
 
     def add(self, **values: int) -> None:
+        if not self._on:
+            return
         with self._lock:
             self._pending.update(values)
 
     def close(self) -> None:
         """Tell the rest, then let go of them while the server still listens: the stub crashes where they outlive it."""
+        if not self._on:
+            return
         self._ended.set()
         self._thread.join()
         self._metrics.clear()

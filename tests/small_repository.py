@@ -75,11 +75,13 @@ def with_native_backends(triton: TritonEnvironment, folder: Path) -> TritonEnvir
 
 @contextmanager
 def serving(triton: TritonEnvironment, repository: Path, **more: Any) -> Iterator[TritonServer]:
-    """A server on what is ready in `repository`, on free ports."""
+    """A server on what is ready in `repository`, on free ports, whose steps count."""
     server = TritonServer(triton)
     log = repository.parent / "triton.log"
-    with server.start(repository, models=ready_models(repository), log_path=log, **(ANY_PORTS | more)):
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BERTSHIP_METRICS", "1")
+        with server.start(repository, models=ready_models(repository), log_path=log, **(ANY_PORTS | more)):
+            yield server
 
 
 def columns_of(task: Task, count: int = 20) -> dict[str, list[str]]:
