@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import pytest
 from small_bert import CONFIG, TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
 
 from bertship.artifacts import write_manifest
