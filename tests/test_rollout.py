@@ -151,6 +151,7 @@ def label(served: Served) -> str:
         return client.ask("weather", TEXT="It is awful in the river")["LABEL"]
 
 
+@pytest.mark.slow
 def test_ten_reloads_under_sixteen_busy_clients_fail_no_request(served: Served, exports: dict[str, Path]) -> None:
     """srv.6; every other version has other labels, and no answer mixes two versions."""
     with Clients(served.server.http_url, 8) as http, Clients(f"grpc://{served.server.grpc_url}", 8) as grpc:
@@ -268,6 +269,7 @@ def test_the_command(served: Served, exports: dict[str, Path], bertship: Any, tm
     assert code == 1 and json.loads(out)["healthy"] is False and "is not healthy: weather" in err
 
 
+@pytest.mark.slow
 def test_a_kept_server_takes_a_deployment_for_no_fault(exports: dict[str, Path], bertship: Any, tmp_path: Path) -> None:
     """`serve`, `deploy`, `health` and `stop` as they are used, with clients all the while."""
     repository, runs = tmp_path / "repository", ("--runs", tmp_path / "runs")
