@@ -33,6 +33,7 @@ _CSV_COLUMNS = {
     **{f"p{p} latency": (f"p{p}_ms", 1e-3) for p in PERCENTILES},
 }
 _NO_REQUESTS = "No valid requests recorded"
+_NONE_AT_ALL = "failed to find the requested model version"  # of a model that has had no request yet
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class PerfAnalyzer:
                 break
             said = [line.strip() for line in (output + "\n" + errors).splitlines() if line.strip()]
             reason = said[-1] if said else f"ended with status {status}"
-            if _NO_REQUESTS not in errors:
+            if _NO_REQUESTS not in errors and _NONE_AT_ALL not in reason:
                 with Client(f"http://{self._addresses['http']}") as client:
                     kind = CheckFailed if client.ready(self._model) else ServerUnavailable
                 raise kind(f"perf_analyzer on {where}: {reason}")
