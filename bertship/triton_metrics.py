@@ -1,12 +1,13 @@
 """What the served steps count, in Triton's own /metrics beside its own figures (pb_utils.MetricFamily, counters).
 
-Only where the server's environment has BERTSHIP_METRICS=1: Triton 2.51 was seen to crash when versions of a model that
-has such counters are loaded and unloaded beside each other, and `bertship deploy` does that.
-
 An update is a message to the server and back, which would cost every request a millisecond or more. So the steps count
 for themselves, and a thread of its own tells the server FLUSH_S later.
 
-Every metric has the label `task`. Ratios are for the reader of the metrics to take, over the time that matters:
+Every metric has the labels `task`, `version` (of the step's model) and `process` (of its stub), so that its labels are
+its own. Two models, or two versions beside each other in a deployment, must never share a metric: Triton counts the
+owners of one within a model's own family only (core, metric_family.cc), and frees it under the others when the first
+owner is unloaded. A series ends with its process: sum the rates over `version` and `process`. Ratios are for the reader
+of the metrics to take, over the time that matters:
 
 - `bertship_texts_total`              elements of requests
 - `bertship_rows_total`               rows for the encoder: a text, or a window of a long one
@@ -28,7 +29,6 @@ import triton_python_backend_utils as pb_utils
 
 from bertship.triton_limits import FLUSH_S
 
-SWITCH = "BERTSHIP_METRICS"
 FAMILIES = {
     "texts": "Elements of requests",
     "rows": "Rows for the encoder: texts, or windows of long ones",
@@ -43,35 +43,29 @@ FAMILIES = {
 
 
 class Counters:
-    """The counters `names` of one task, by their name in `FAMILIES`; `add` may be called from any thread."""
+    """The counters `names` of one step, by their name in `FAMILIES`; `add` may be called from any thread."""
 
-    def __init__(self, task: str, names: tuple[str, ...]) -> None:
+    def __init__(self, task: str, version: int, names: tuple[str, ...]) -> None:
         # a metric ends with its family, and a family with the object that holds it
         self._families: dict[str, Any] = {}
         self._metrics: dict[str, Any] = {}
-        self._on = os.environ.get(SWITCH) == "1"
-        if not self._on:
-            return
+        labels = {"task": task, "version": str(version), "process": str(os.getpid())}
         for name in names:
             self._families[name] = pb_utils.MetricFamily(
                 name=f"bertship_{name}_total", description=FAMILIES[name], kind=pb_utils.MetricFamily.COUNTER
             )
-            self._metrics[name] = self._families[name].Metric(labels={"task": task})
+            self._metrics[name] = self._families[name].Metric(labels=labels)
         self._pending: Counter[str] = Counter()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._flush, name="metrics", daemon=True)
         self._thread.start()
 
     def add(self, **values: int) -> None:
-        if not self._on:
-            return
         with self._lock:
             self._pending.update(values)
 
     def close(self) -> None:
         """Tell the rest, then let go of them while the server still listens: the stub crashes where they outlive it."""
-        if not self._on:
-            return
         self._ended.set()
         self._thread.join()
         self._metrics.clear()

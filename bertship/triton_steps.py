@@ -64,7 +64,7 @@ class _Step:
             self.load()
         except (InputError, OSError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self.counters = Counters(self.task.name, self.counted)
+        self.counters = Counters(self.task.name, self.version, self.counted)
 
     def load(self) -> None:
         """Read what the step needs; InputError when it is not there."""

@@ -18,6 +18,7 @@ import re
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,15 @@ def bench(
     return result
 
 
+def counted(metrics: str) -> dict[str, dict[str, int]]:
+    """Per task, the counters of `bertship.triton_metrics` in the text of /metrics, over all versions and processes."""
+    totals: dict[str, Counter[str]] = {}
+    for name, labels, value in re.findall(r"^bertship_(\w+)_total\{([^}]*)\} (\S+)$", metrics, re.MULTILINE):
+        if task := re.search(r'\btask="(\w+)"', labels):
+            totals.setdefault(task[1], Counter())[name] += int(float(value))
+    return {task: dict(total) for task, total in totals.items()}
+
+
 class _Statistics:
     """Triton's counters of the ensemble's steps (counts, and nanoseconds in sum), and under "counted" our own."""
 
@@ -167,9 +177,7 @@ class _Statistics:
                 text = reply.read().decode("utf-8")
         except OSError as error:
             raise ServerUnavailable(f"no metrics at {self._metrics_url}: {error}") from None
-        label = re.escape(f'{{task="{self._task_name}"}}')
-        found = re.findall(rf"^bertship_(\w+)_total{label} (\S+)$", text, re.MULTILINE)
-        return {name: int(float(value)) for name, value in found}
+        return counted(text).get(self._task_name, {})
 
     def _of(self, server: Any, step: str) -> dict[str, int]:
         versions = server.get_inference_statistics(f"{self._task_name}_{step}")["model_stats"]

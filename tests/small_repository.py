@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import pytest
 from small_bert import CONFIG, TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
 
 from bertship.artifacts import write_manifest
@@ -76,13 +75,11 @@ def with_native_backends(triton: TritonEnvironment, folder: Path) -> TritonEnvir
 
 @contextmanager
 def serving(triton: TritonEnvironment, repository: Path, **more: Any) -> Iterator[TritonServer]:
-    """A server on what is ready in `repository`, on free ports, whose steps count."""
+    """A server on what is ready in `repository`, on free ports."""
     server = TritonServer(triton)
     log = repository.parent / "triton.log"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BERTSHIP_METRICS", "1")
-        with server.start(repository, models=ready_models(repository), log_path=log, **(ANY_PORTS | more)):
-            yield server
+    with server.start(repository, models=ready_models(repository), log_path=log, **(ANY_PORTS | more)):
+        yield server
 
 
 def columns_of(task: Task, count: int = 20) -> dict[str, list[str]]:

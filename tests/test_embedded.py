@@ -1,7 +1,6 @@
 """The embedded server's steps, in the real Triton: turns, batches of mixed lengths, parameters, metrics."""
 
 import json
-import re
 import shutil
 import threading
 import time
@@ -24,6 +23,7 @@ from bertship.triton_limits import FLUSH_S
 from bertship.triton_turns import Work, run_together
 from serving import environment
 from serving.bench import bench
+from serving.bench import counted as counters_in
 from serving.control import HEADER, read_key
 from serving.repository import VERSION, ready_models, render
 from serving.server import TritonServer
@@ -66,8 +66,7 @@ def urls(served):
 def metrics(served):
     time.sleep(4 * FLUSH_S)  # until the steps have told what they counted
     text = urllib.request.urlopen(served.metrics_url).read().decode()
-    found = re.findall(r'^(bertship_\w+)_total\{task="(\w+)"\} (\S+)$', text, re.MULTILINE)
-    return {(name.removeprefix("bertship_"), task): float(value) for name, task, value in found}
+    return {(name, task): value for task, counters in counters_in(text).items() for name, value in counters.items()}
 
 
 def counted(served, task, before):

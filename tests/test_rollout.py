@@ -1,9 +1,11 @@
 """serving/rollout.py with the real Triton: versions come and go while clients ask, and nobody notices a bad one."""
 
 import json
+import re
 import shutil
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from conftest import Line
 from bertship.artifacts import MANIFEST, sha256_file
 from bertship.client import Client
 from bertship.errors import CheckFailed, InputError
+from bertship.triton_limits import FLUSH_S
 from serving.events import EventLog, read
 from serving.repository import ready_models, render, render_files, served_version
 from serving.rollout import Rollout, _for_both
@@ -212,6 +215,29 @@ def test_the_version_before_is_kept_and_can_be_gone_back_to(served: Served, expo
     # a start on the repository serves what was served
     served.server.restart()
     assert label(served) == "foul"
+
+
+def test_the_steps_counters_outlive_a_deployment(served: Served, exports: dict[str, Path]) -> None:
+    """Two versions that count beside each other share no metric: Triton would free it under the one that stays."""
+
+    def series() -> dict[str, int]:
+        time.sleep(4 * FLUSH_S)
+        text = urllib.request.urlopen(served.server.metrics_url).read().decode()
+        found = re.findall(r'^bertship_texts_total\{.*version="(\d+)".*\} (\S+)$', text, re.MULTILINE)
+        return {version: int(float(value)) for version, value in found}
+
+    before = series()
+    label(served)
+    assert series() == {"1": before["1"] + 1}
+    served.rollout.deploy(exports["relabelled"])
+    at_first = series()
+    assert at_first.keys() == {"1", "2"}
+    for _ in range(3):
+        label(served)
+    served.rollout.deploy(exports["plain"])  # takes the first version's models away
+    label(served)
+    now = series()
+    assert now["2"] == at_first["2"] + 3 and now.keys() == {"2", "3"}
 
 
 def test_a_task_new_to_the_server(served: Served, line: Line) -> None:
