@@ -2,24 +2,29 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from serving import supervisor
 
 
-def stubs(server: int) -> tuple[bool, dict[int, tuple[str, int]]]:
+def stubs(server: int, known: Iterable[int] = ()) -> tuple[bool, dict[int, tuple[str, int]]]:
     """Whether a child of the server has died and was not waited for, and what each living stub runs.
 
-    The latter by process id: the model's name and its version.
+    The latter by process id: the model's name and its version. `known`: process ids of stubs seen before, which are
+    looked at too. A child belongs to the thread that made it, and when that ends, to another: one look at the threads
+    in turn can miss a child that moves meanwhile.
     """
-    children: list[int] = []
+    children = set(known)
     dead, alive = False, {}
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{server}/task").iterdir():
-            children += map(int, (task / "children").read_text().split())
+    for task in Path(f"/proc/{server}/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread that has ended since
+            children |= set(map(int, (task / "children").read_text().split()))
     for child in children:
         facts = supervisor.process_facts(child)
-        dead = dead or (facts is not None and facts[0] == "Z")
+        if facts is None or facts[0] in "ZX":
+            dead = dead or facts is not None
+            continue
         with contextlib.suppress(OSError):
             # a stub's first argument is MODEL/VERSION/model.py
             arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")

@@ -89,7 +89,7 @@ class Watch:
         self._known |= stubs(self._server.pid)[1]
 
     def _look_for_dead_stubs(self) -> None:
-        living = stubs(self._server.pid)[1]
+        living = stubs(self._server.pid, self._known)[1]
         gone = {what for pid, what in self._known.items() if pid not in living} - set(living.values())
         self._known = living
         if not gone:

@@ -106,6 +106,26 @@ def test_a_dead_stub_is_noticed_and_mended_within_five_seconds(kept, model):
     assert ask_http(kept["http_url"], "chat", [b"again"], "ECHO") == [b"again"]
 
 
+def test_a_stub_that_a_look_at_the_threads_misses_lives(tmp_path):
+    """A child moves to another thread when the one that made it ends, as those do in which Triton loads models."""
+    script = tmp_path / "chat" / "2" / "model.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("import time\ntime.sleep(60)\n")
+    stub = subprocess.Popen([sys.executable, script])
+    try:
+        missed = stubs(1)[1]
+        assert stub.pid not in missed
+        wait_until(lambda: stubs(1, [stub.pid])[1].get(stub.pid) == ("chat", 2))
+        assert stubs(os.getpid())[1][stub.pid] == ("chat", 2)
+        stub.kill()
+        os.waitid(os.P_PID, stub.pid, os.WEXITED | os.WNOWAIT)
+        assert stubs(1, [stub.pid]) == (True, {})
+    finally:
+        stub.kill()
+        stub.wait()
+    assert stubs(1, [stub.pid]) == (False, {})
+
+
 def test_a_model_that_fails_at_everything_is_seen_by_the_canaries_and_loaded_again(kept, tmp_path):
     with pytest.raises(Exception, match="cannot do"):
         ask_http(kept["http_url"], "chat", [b"poison", b"confidential"], "ECHO")
