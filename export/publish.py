@@ -86,7 +86,7 @@ def export_source(
     reference = Reference(task, source.tokenizer, runner, examples)
     rows = _calibration_rows(source, calibration or reference.examples)
     with publish(out) as staging:
-        results, refused = _make(source, reference, rows, precisions, staging, report)
+        results, refused, recipes = _make(source, reference, rows, precisions, staging, report)
         kept = [name for name in precisions if name not in refused]
         plans, judged = _add_plans(kept, machine, reference, out, staging, refused, report)
         results += judged
@@ -119,7 +119,7 @@ def export_source(
             metrics={"parity": parity},
             task=task.name,
             graphs={name: PRECISIONS[name].file for name in kept},
-            recipes={name: recipe for name in kept if (recipe := read_recipe(staging / PRECISIONS[name].file))},
+            recipes={name: recipes[name] for name in kept if name in recipes},
             refused=refused,
             # the graph for an ONNX Runtime on this processor; what was not asked for, or did not pass, is not served
             serve=choose(machine.without_gpu(), kept, ()).precision,
@@ -148,23 +148,25 @@ def _make(
     precisions: Sequence[str],
     staging: Path,
     report: Report,
-) -> tuple[list[Parity], dict[str, str]]:
-    """Every precision's comparisons, and the reasons against those that did not pass.
+) -> tuple[list[Parity], dict[str, str], dict[str, dict[str, Any]]]:
+    """Every precision's comparisons, the reasons against those that did not pass, and the recipes of calibrated ones.
 
     FP32 is judged even where it is not asked for: the others are made from it.
     """
     original = staging / PRECISIONS["fp32"].file
     export_onnx(source.model, original)
     results: list[Parity] = []
-    refused = {}
+    refused, recipes = {}, {}
     for name in dict.fromkeys(("fp32", *precisions)):
         precision = PRECISIONS[name]
         path = staging / precision.file
         try:
             if precision.make is not None:
                 precision.make(original, path, *((calibration,) if precision.calibrated else ()))
-            if kept := read_recipe(path).get("fp32_layers"):
-                report(f"{name}: {', '.join(kept)} stay in FP32, as INT8 would change too many decisions there")
+            if precision.calibrated and (recipe := read_recipe(path)):
+                recipes[name] = recipe
+                if kept := recipe.get("fp32_layers"):
+                    report(f"{name}: {', '.join(kept)} stay in FP32, as INT8 would change too many decisions there")
             report(f"{name}: {path.stat().st_size / 1e6:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows")
             judged = judge(reference, name, path, source.model)
         except CheckFailed as error:
@@ -173,7 +175,7 @@ def _make(
         results += judged
         if reasons := reasons_of(judged):
             refused[name] = reasons
-    return results, refused
+    return results, refused, recipes
 
 
 def _add_plans(
