@@ -16,6 +16,8 @@ from bertship.errors import InputError
 from bertship.tasks.base import Logits
 from bertship.tokenization import Row, pad
 
+SPIN_US = 50
+
 
 def available_threads() -> int:
     """Cores that this process may use."""
@@ -45,8 +47,11 @@ class OnnxRunner:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3
-        # spinning threads would take the cores from the server's other steps
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # between the operators of a run threads spin for a moment, as they wake too slowly from sleep; neither for long
+        # nor after the run, as that would take the cores from the server's other steps
+        for name, value in (("allow_spinning", "1"), ("spin_duration_us", str(SPIN_US))):
+            options.add_session_config_entry(f"session.intra_op.{name}", value)
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         if not self.path.is_file():
             raise InputError(f"no such model: {self.path}")
         try:

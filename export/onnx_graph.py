@@ -43,6 +43,7 @@ def export_onnx(model: HeadedModel, path: Path) -> None:
     graph = onnx.load(path)
     free_sequence(graph.graph, model)
     halve_last(graph.graph)
+    transpose_once(graph.graph)
     onnx.save(graph, path)
     check_graph(path)
 
@@ -84,6 +85,45 @@ def halve_last(graph: onnx.GraphProto) -> None:
                 inner.input[:] = [x, y]
                 node.input[:] = [product, half]
                 break
+
+
+def transpose_once(graph: onnx.GraphProto) -> None:
+    """Turn the keys in one step, [B, S, H, D] to [B, H, D, S]; the same bits.
+
+    The exporter turns them twice, the second time through three dimensions and back, with their sizes found out anew in
+    each layer.
+    """
+    makers = {output: node for node in graph.node for output in node.output}
+
+    def before(node: onnx.NodeProto | None, kind: str) -> onnx.NodeProto | None:
+        maker = makers.get(node.input[0]) if node is not None else None
+        return maker if maker is not None and maker.op_type == kind else None
+
+    for node in graph.node:
+        inner = before(node, "Transpose") if node.op_type == "Reshape" else None
+        outer = before(before(inner, "Reshape"), "Transpose")
+        if inner is not None and outer is not None and (_order(inner), _order(outer)) == ([0, 2, 1], [0, 2, 1, 3]):
+            turned = onnx.helper.make_node("Transpose", outer.input, node.output, name=node.name, perm=[0, 2, 3, 1])
+            node.CopyFrom(turned)
+    _drop_unread(graph)
+
+
+def _order(transpose: onnx.NodeProto) -> list[int]:
+    return next(list(attribute.ints) for attribute in transpose.attribute if attribute.name == "perm")
+
+
+def _drop_unread(graph: onnx.GraphProto) -> None:
+    """Take out every node that nothing reads any more, and what is stated of its outputs."""
+    nodes: list[onnx.NodeProto] = []
+    read = {output.name for output in graph.output}
+    for node in reversed(graph.node):  # in the order of the data, so that a reader comes before what it reads
+        if read & set(node.output):
+            read.update(node.input)
+            nodes.append(node)
+    kept = [value for value in graph.value_info if value.name in read]
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(reversed(nodes))
+    graph.value_info.extend(kept)
 
 
 @contextlib.contextmanager

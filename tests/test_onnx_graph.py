@@ -99,6 +99,19 @@ def test_gelu_is_in_the_order_that_onnx_runtime_fuses(exported, tmp_path):
     assert "Erf" not in kinds
 
 
+def test_keys_are_turned_in_one_step(exported):
+    """Four turns a layer: query, key, value, and the sum over the values; no sizes found out anew on the way."""
+    model, path = exported
+    graph = onnx.load(path).graph
+    turns = [list(node.attribute[0].ints) for node in graph.node if node.op_type == "Transpose"]
+    layers = model.config.num_hidden_layers
+    assert turns.count([0, 2, 3, 1]) == layers and turns.count([0, 2, 1, 3]) == 3 * layers
+    read = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    assert all(read & set(node.output) for node in graph.node)
+    # the exporter's own subgraph of sizes is of the whole graph, not of each layer
+    assert sum(node.op_type in ("Slice", "Concat") for node in graph.node) < layers + 4
+
+
 def test_a_graph_against_the_rules_is_refused_in_one_line(exported, tmp_path):
     _, path = exported
     graph = onnx.load(path)
