@@ -24,6 +24,19 @@ def available_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def session_options(threads: int) -> onnxruntime.SessionOptions:
+    """Of a session with so many threads, beside which others need the cores."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    # between the operators of a run threads spin for a moment, as they wake too slowly from sleep; neither for long nor
+    # after the run, as that would take the cores from the server's other steps
+    for name, value in (("allow_spinning", "1"), ("spin_duration_us", str(SPIN_US))):
+        options.add_session_config_entry(f"session.intra_op.{name}", value)
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
 class OnnxRunner:
     """An ONNX file on ONNX Runtime's CPU provider.
 
@@ -44,18 +57,12 @@ class OnnxRunner:
 
     def _session(self, threads: int) -> onnxruntime.InferenceSession:
         onnxruntime.disable_telemetry_events()  # a served text is nobody else's business
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.log_severity_level = 3
-        # between the operators of a run threads spin for a moment, as they wake too slowly from sleep; neither for long
-        # nor after the run, as that would take the cores from the server's other steps
-        for name, value in (("allow_spinning", "1"), ("spin_duration_us", str(SPIN_US))):
-            options.add_session_config_entry(f"session.intra_op.{name}", value)
-        options.add_session_config_entry("session.force_spinning_stop", "1")
         if not self.path.is_file():
             raise InputError(f"no such model: {self.path}")
         try:
-            session = onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(
+                str(self.path), session_options(threads), providers=["CPUExecutionProvider"]
+            )
         except Exception as error:  # the library has no common base class for its errors
             reason = str(error).splitlines()[0]
             raise InputError(f"{self.path} does not load in ONNX Runtime: {reason}; export it again") from None

@@ -32,6 +32,7 @@ from export.bench_report import draw, write_csv
 from export.engines import Engine, Work, find_engines, max_positions, work_of
 
 Report = Callable[[str], None]
+PAUSE_S = 0.01  # a library's threads go on spinning for some time, which the next one would pay for
 WARM_UP = 2  # calls of each engine before a cell is measured
 FEWEST = 5  # calls of each engine in a cell, however long they take
 MIXED_ROWS = 128  # of the task's own texts, evenly over their lengths
@@ -121,6 +122,7 @@ def take_turns(calls: Sequence[Callable[[], Any]], seconds: float, fewest: int =
         if len(times[0]) >= fewest and sum(sum(spent) for spent in times) > seconds * len(calls):
             break  # the slow ones have had the time of the fast
         for call, spent in zip(calls, times, strict=True):
+            time.sleep(PAUSE_S)
             start = time.perf_counter()
             call()
             spent.append(time.perf_counter() - start)

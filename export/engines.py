@@ -18,7 +18,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from bertship.errors import InputError
-from bertship.runners import OnnxRunner
+from bertship.runners import OnnxRunner, session_options
 from bertship.tasks.base import Logits
 from bertship.tokenization import Row
 from export.precision import PRECISIONS
@@ -156,9 +156,7 @@ def product_session(kind: str, threads: int, shapes: Sequence[tuple[int, int, in
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph(nodes, "products", graph_inputs, outputs, constants)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as the runner has it
+    options = session_options(threads)
     # protobuf ends at 2 GiB, far above the weights of the largest BERT in one layer after the other
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return lambda: session.run(None, feeds)

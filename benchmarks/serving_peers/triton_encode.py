@@ -8,8 +8,9 @@ class TritonPythonModel:
     def initialize(self, args):
         path = f"{args['model_repository']}/{args['model_version']}/model.onnx"
         options = onnxruntime.SessionOptions()
-        # its best on a machine that the client shares: threads that spin take the cores from tokenizing
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # its best on a machine that the client shares: threads that spin for long take the cores from tokenizing
+        options.add_session_config_entry("session.intra_op.spin_duration_us", "50")
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.inputs = [tensor.name for tensor in self.session.get_inputs()]
         self.outputs = [tensor.name for tensor in self.session.get_outputs()]
