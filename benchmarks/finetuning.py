@@ -219,7 +219,7 @@ def _theirs(task: Any, init: Path, tokenizer: Any, train: list[Any], dev: list[A
     """Training rows, the model, and a function from the trained model to metrics."""
     import transformers
 
-    from train.evaluate import evaluate
+    from train.scoring import evaluate
 
     kind = task.behaviour.loss
     if kind == "token":

@@ -15,8 +15,9 @@ from bertship.tokenization import pad
 from export.publish import export_run
 from train import features, finetune
 from train.checkpoint import load_model, save_model
-from train.evaluate import columns_of, evaluate, load_finetuned
 from train.features import LAYERS, model_class
+from train.finetuned import load_finetuned
+from train.scoring import columns_of, evaluate
 from train.torch_runner import TorchRunner
 
 SHAPES = [(head, layers, "linear") for head in TASKS_BY_HEAD for layers in ("last", "concat_two", "weighted_all")]
