@@ -48,15 +48,15 @@ def export_onnx(model: HeadedModel, path: Path) -> None:
 
 
 def free_sequence(graph: onnx.GraphProto, model: HeadedModel) -> None:
-    """Where the graph has an LSTM, take back the traced length that the exporter states behind it.
+    """Where the graph has an LSTM, take back the traced length that the exporter states around it.
 
     The nodes run at any length; only the stated shapes are those of the example.
     """
     if model.PER_TOKEN and any(node.op_type == "LSTM" for node in graph.node):
         del graph.value_info[:]
-        for output in graph.output:
+        for value in (*graph.input, *graph.output):
             for place, name in enumerate(("batch", "sequence")):
-                output.type.tensor_type.shape.dim[place].dim_param = name
+                value.type.tensor_type.shape.dim[place].dim_param = name
 
 
 def check_graph(path: Path) -> None:
