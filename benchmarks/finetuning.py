@@ -50,30 +50,29 @@ def main() -> None:
     sides = arguments.sides.split(",")
     if unknown := set(sides) - set(SIDES):
         sys.exit(f"unknown side {unknown.pop()!r}; sides are {', '.join(SIDES)}")
+    from bertship.artifacts import write_text
+
     code = _code()
-    known = [
-        r for r in read_results(arguments.out) if r["limit"] == arguments.limit and r.get("code", "") in ("", code)
-    ]
+    made = read_results(arguments.out)
+    wanted = {"limit": arguments.limit, "init": arguments.init, "threads": arguments.threads}
+    known = [r for r in made if wanted.items() <= r.items() and r["code"] in ("", code)]
     for name in names:
         for seed in seeds[:1] if name in ONE_SEED else seeds:
             for side in sides:
                 if any((r["set"], r["seed"], r["side"]) == (name, seed, side) for r in known):
                     continue
-                result = _run(arguments, name, seed, side) | {"code": code if side == "ours" else ""}
+                result = _run(arguments, name, seed, side) | wanted | {"code": code if side == "ours" else ""}
                 known.append(result)
-                with arguments.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result) + "\n")
+                made.append(result)
+                write_text(arguments.out, "".join(json.dumps(r) + "\n" for r in made))
                 print(f"{name} {side} seed {seed}: {result['metrics']}, {result['seconds']:.0f} s", file=sys.stderr)
     for line in table([r for r in known if r["set"] in names]):
         print(line)
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """The runs in a file of results; a last line that a stopped run left half written is none."""
-    whole = (
-        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.is_file() else []
-    )
-    return [json.loads(line) for line in whole]
+    """The runs in a file of results."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _numbers(text: str) -> list[int]:
@@ -118,8 +117,8 @@ def _run(arguments: argparse.Namespace, name: str, seed: int, side: str) -> dict
 
     result = json.loads(done.stdout.splitlines()[-1])
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    facts = {"set": name, "side": side, "seed": seed, "limit": arguments.limit, "when": when, "load_before": load}
-    return facts | result | {"threads": arguments.threads, "machine": describe_machine()}
+    facts = {"set": name, "side": side, "seed": seed, "when": when, "load_before": load}
+    return facts | result | {"machine": describe_machine()}
 
 
 def _child(arguments: argparse.Namespace) -> dict[str, Any]:
