@@ -3,12 +3,13 @@
 import json
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from small_bert import CONFIG, TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
 
 from bertship.config import FinetuneConfig
-from bertship.errors import InputError
+from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import from_export
 from bertship.tasks.base import Task
 from bertship.tokenization import pad
@@ -181,3 +182,28 @@ def test_a_frozen_encoders_model_passes_the_gate_like_any_other(head, top, init,
         np.testing.assert_allclose(pipeline(columns)["PROBABILITIES"], wanted["PROBABILITIES"], atol=1e-5)
     else:
         assert len(pipeline(columns)["ENTITIES"]) == len(examples)
+
+
+INT8 = [("token", "weighted_all", "bilstm"), ("token", "embeddings", "bilstm"), ("token", "embeddings", "linear")]
+INT8 += [("sentence", "weighted_all", "linear"), ("span", "last", "bilstm")]
+
+
+@pytest.mark.parametrize(("head", "layers", "top"), INT8)
+def test_a_frozen_encoders_model_is_quantized_behind_the_gate_or_refused_in_a_line(head, layers, top, init, tmp_path):
+    """Embeddings alone have no product to quantize but the head's; an LSTM's weights stay in FP32."""
+    examples, said = make_examples(head, 30), []
+    config = FinetuneConfig(min_updates=20, batch_size=8, precision="fp32", layers=layers, head=top, learning_rate=5e-3)
+    finetune.finetune(TASKS_BY_HEAD[head], init, tmp_path / "out", config, examples, examples, lambda line: None)
+    try:
+        manifest = export_run(tmp_path / "out", tmp_path / "export", ("fp32", "int8"), examples, said.append)
+    except CheckFailed as refused:
+        assert str(refused).startswith("int8: ") and "\n" not in str(refused)
+        assert not (tmp_path / "export").exists()
+        manifest = export_run(tmp_path / "out", tmp_path / "export", ("fp32", "int8"), examples, said.append, True)
+        assert manifest["refused"].keys() == {"int8"} and any("WARNING" in line and "int8" in line for line in said)
+        return
+    nodes = onnx.load(tmp_path / "export" / manifest["graphs"]["int8"]).graph.node
+    assert any(node.op_type == "MatMulIntegerToFloat" or "Integer" in node.op_type for node in nodes)
+    assert any(node.op_type == "LSTM" for node in nodes) is (top == "bilstm")
+    answers = from_export(tmp_path / "export", "int8")(columns_of(TASKS_BY_HEAD[head], examples))
+    assert all(len(values) == len(examples) for values in answers.values())

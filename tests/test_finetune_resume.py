@@ -258,8 +258,9 @@ def test_a_large_snapshot_is_made_more_seldom(case: str, init: Path, tmp_path: P
         assert training._due() is due, (every_s, cost_s, since_s)
 
 
-def test_a_killed_sweep_keeps_its_runs_and_goes_on_in_the_midst_of_one(
-    bertship: Any, data: Path, warm_start: Path, tmp_path: Path
+@pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_ended_sweep_keeps_its_runs_and_goes_on_in_the_midst_of_one(
+    number: int, ended: int, bertship: Any, data: Path, warm_start: Path, tmp_path: Path
 ) -> None:
     small = [pair.replace("epochs=15", "epochs=1") for pair in map(str, SETTINGS)]
     small += ["--set", "min_updates=30", "--set", "snapshot_every_s=0"]
@@ -275,10 +276,10 @@ def test_a_killed_sweep_keeps_its_runs_and_goes_on_in_the_midst_of_one(
     while process.poll() is None and time.monotonic() < until:
         made = journal.is_file() and len(journal.read_text().splitlines())
         if made == 1 and list(folder.glob("default.candidate-*.training/snapshots/step-*")):
-            process.kill()
+            process.send_signal(number)
             break
         time.sleep(0.001)
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(60) == ended
     code, _, err = bertship("--json", "finetune", *common, "--runs", tmp_path / "runs")
     assert code == 0, err
     assert err.count("known from before") == 1 and err.count("going on after update") == 1
