@@ -11,8 +11,10 @@ from small_bert import CONFIG, TASKS_BY_HEAD, TOKENIZER, make_examples, make_mod
 from bertship.config import FinetuneConfig
 from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import from_export
+from bertship.runners import OnnxRunner
 from bertship.tasks.base import Task
 from bertship.tokenization import pad
+from export.onnx_graph import export_onnx
 from export.publish import export_run
 from train import features, finetune
 from train.checkpoint import load_model, save_model
@@ -207,3 +209,21 @@ def test_a_frozen_encoders_model_is_quantized_behind_the_gate_or_refused_in_a_li
     assert any(node.op_type == "LSTM" for node in nodes) is (top == "bilstm")
     answers = from_export(tmp_path / "export", "int8")(columns_of(TASKS_BY_HEAD[head], examples))
     assert all(len(values) == len(examples) for values in answers.values())
+
+
+@pytest.mark.parametrize("layers", ["weighted_all", "embeddings"])
+def test_an_lstms_graph_runs_at_any_length_however_often_one_is_made(layers, tmp_path):
+    model = made("token", layers, "bilstm")
+    for number in range(2):
+        path = tmp_path / f"{number}.onnx"
+        export_onnx(model, path)
+        dims = [[dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in onnx.load(path).graph.input]
+        assert dims == [["batch", "sequence"]] * 3
+        runner = OnnxRunner(path)
+        for count in (1, 5):
+            rows, feeds = batch("token", count)
+            with torch.no_grad():
+                (wanted,) = model(**feeds)
+            found = runner(rows)["logits"]
+            for place, row in enumerate(rows):
+                np.testing.assert_allclose(found[place], wanted[place][: len(row)].numpy(), atol=1e-5)
