@@ -30,7 +30,7 @@ def test_every_side_runs_once_and_what_is_done_is_kept(data: Path, warm_start: P
     found = read_results(out)
     assert [r["side"] for r in found] == list(SIDES), "ours was not run again"
     for result in found:
-        assert 0 <= result["metrics"]["accuracy"] <= 1 and result["seconds"] > 0
+        assert 0 <= result["metrics"]["accuracy"] <= 1 and result["seconds"] >= 0  # a tenth of a second
         assert result["machine"]["processor"] and {"torch", "transformers"} <= result["machine"]["versions"].keys()
     assert [bool(result["code"]) for result in found] == [True, False, False]
     assert done.stdout.splitlines()[-1].startswith("| sst2 | accuracy | ")

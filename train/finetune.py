@@ -23,18 +23,9 @@ from train.snapshots import link_tree
 from train.watch import read_log
 
 _MODULES = (
-    *("attention", "bert_adam", "checkpoint", "dropout", "features", "finetune_batches"),
-    *(
-        "finetune_learner",
-        "finetune_start",
-        "finetune_training",
-        "heads",
-        "losses",
-        "model",
-        "optim",
-        "scoring",
-        "used_pieces",
-    ),
+    *("attention", "bert_adam", "checkpoint", "dropout", "features", "finetune", "finetune_batches"),
+    *("finetune_learner", "finetune_start", "finetune_training", "heads", "losses", "model", "optim"),
+    *("scoring", "used_pieces"),
 )
 _CODE = (
     *("bertship/metrics.py", "bertship/tasks/*.py", "bertship/tokenization.py"),
