@@ -154,9 +154,9 @@ def test_asked_to_end_it_saves_where_it_is(
 
 @pytest.mark.parametrize("call", [1, 2])
 def test_an_evaluation_is_given_up_when_asked_to_end_and_made_again(
-    call: int, case: str, init: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: int, case: str, init: Path, processes: Any, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first evaluation and the one after it: of a single one, the second call comes after the training."""
+    """The first evaluation and the one after it. Made again and then lost by a kill, it is in the log once."""
     real, calls = TorchRunner.__call__, []
 
     def asked(self: TorchRunner, rows: Any) -> Any:
@@ -178,7 +178,11 @@ def test_an_evaluation_is_given_up_when_asked_to_end_and_made_again(
     else:
         assert call == 2 and len(calls) == 1, "there was one evaluation alone"
     monkeypatch.undo()
-    train(case, init, out, config_of(case, snapshot_every_s=3600))
+    config = config_of(case, snapshot_every_s=3600)
+    if 0 < max(snapshots(out), default=0) < STEPS - 3:
+        code, _ = interrupt(processes, case, init, out, config, snapshots(out)[0] + 3, signal.SIGKILL)
+        assert code == -signal.SIGKILL
+    train(case, init, out, config)
     assert_same(out, whole)
 
 
