@@ -105,8 +105,8 @@ pretrain: $(RUN_STAMP) ## A PRESET: masked LM + next sentence, on GPUS, from scr
 ablation: $(RUN_STAMP) ## The paper's pre-training tasks compared, three seeds; an hour on two cores
 	@.venv/bin/python -m benchmarks.ablation
 
-finetune: $(RUN_STAMP) ## TASK on a warm start (INIT), with DATA; SEEDS=5 runs
-	@$(BERTSHIP) finetune --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) $(call option,SEEDS,seeds) $(SEEDED) $(HEADED)
+finetune: $(RUN_STAMP) ## TASK on a warm start (INIT), with DATA; SEEDS=5 runs, on GPUS
+	@$(LAUNCH) finetune --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) $(call option,SEEDS,seeds) $(SEEDED) $(HEADED)
 
 evaluate: $(RUN_STAMP) ## Metrics of a fine-tuned TASK
 	@$(BERTSHIP) evaluate --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) $(call option,DATA,data)

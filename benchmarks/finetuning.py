@@ -1,20 +1,20 @@
 """Fine-tuning beside the usual recipe of transformers: the same data, warm start, threads and machine, in turns.
 
-    python benchmarks/finetuning.py DATA [--init DIR] [--tasks sst2,cola,stsb,wnut17,squad] [--seeds 3] [--out FILE]
+    python benchmarks/finetuning.py DATA [--init DIR] [--sets sst2,cola,stsb,wnut17,squad] [--seeds 42,43] [--out FILE]
 
 DATA has glue/CoLA, glue/SST-2, glue/STS-B, ner/wnut17 and squad in their official layouts. Three sides take turns, so
 that a machine that slows down slows all of them: `ours`, the defaults of `bertship finetune`; `recipe`, the usual
 recipe (AdamW 5e-5, no warm-up, linear decay, 32 examples (16 windows) a batch, 3 epochs (1 for SQuAD), FP32); and
 `best`, the same recipe at its best settings: bf16 where the processor has it, and examples of like length together.
-Each run is a process of its own and its training alone is timed. SQuAD's dev split is thinned to every fifth question.
-Results, with machine and versions, go to FILE as JSON lines, a line a run, and a table to stdout; runs that FILE
-already has are not made again.
+Each run is a process of its own and its training alone is timed, our snapshots included. SQuAD's dev split is thinned
+to every fifth question, and it is run with the first seed alone. Results, with machine and versions, go to FILE as JSON
+lines, a line a run as soon as it ends, and a table to stdout. Runs that FILE already has, of the same code where they
+are ours, are not made again: it can be run in pieces, as `--sets cola --seeds 42`, and stopped at any time.
 """
 
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -36,6 +36,7 @@ SETS: dict[str, dict[str, Any]] = {
 SIDES = ("ours", "recipe", "best")
 SORTED_BATCHES = 50  # the batches among which transformers' own sampler sorts by length
 DEV_EVERY = {"squad": 5}
+ONE_SEED = ("squad",)
 
 
 def main() -> None:
@@ -43,34 +44,57 @@ def main() -> None:
     if arguments.child:
         sys.stdout.write(json.dumps(_child(arguments)) + "\n")
         return
-    names = arguments.tasks.split(",")
+    names, seeds = arguments.sets.split(","), _numbers(arguments.seeds)
     if unknown := set(names) - SETS.keys():
         sys.exit(f"unknown set {unknown.pop()!r}; sets are {', '.join(SETS)}")
-    known = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.is_file() else []
+    sides = arguments.sides.split(",")
+    if unknown := set(sides) - set(SIDES):
+        sys.exit(f"unknown side {unknown.pop()!r}; sides are {', '.join(SIDES)}")
+    from bertship.artifacts import write_text
+
+    code = _code()
+    made = read_results(arguments.out)
+    wanted = {"limit": arguments.limit, "init": arguments.init, "threads": arguments.threads}
+    known = [r for r in made if wanted.items() <= r.items() and r["code"] in ("", code)]
     for name in names:
-        for seed in range(arguments.first_seed, arguments.first_seed + (1 if name == "squad" else arguments.seeds)):
-            for side in arguments.sides.split(","):
-                if any(
-                    (r["set"], r["seed"], r["side"], r["limit"]) == (name, seed, side, arguments.limit) for r in known
-                ):
+        for seed in seeds[:1] if name in ONE_SEED else seeds:
+            for side in sides:
+                if any((r["set"], r["seed"], r["side"]) == (name, seed, side) for r in known):
                     continue
-                result = _run(arguments, name, seed, side)
+                result = _run(arguments, name, seed, side) | wanted | {"code": code if side == "ours" else ""}
                 known.append(result)
-                with arguments.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result) + "\n")
+                made.append(result)
+                write_text(arguments.out, "".join(json.dumps(r) + "\n" for r in made))
                 print(f"{name} {side} seed {seed}: {result['metrics']}, {result['seconds']:.0f} s", file=sys.stderr)
-    for line in table([r for r in known if r["set"] in names and r["limit"] == arguments.limit]):
+    for line in table([r for r in known if r["set"] in names]):
         print(line)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The runs in a file of results."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _numbers(text: str) -> list[int]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        sys.exit(f"--seeds {text!r}: whole numbers parted by commas are needed, such as 42,43,44")
+    return [int(part) for part in text.split(",")]
+
+
+def _code() -> str:
+    """What our runs depend on: those of other code are no results of this one."""
+    from train.finetune import code_of
+
+    return code_of()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--init", default="minilm", help="a model directory, or minilm, the packaged warm start")
-    parser.add_argument("--tasks", default=",".join(SETS))
+    parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--sides", default=",".join(SIDES))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=42)
+    parser.add_argument("--seeds", default="42,43,44", help="each a run of every side")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=int, default=0, help="examples of each split: a trial of the script, no result")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/finetuning.jsonl"))
@@ -89,24 +113,12 @@ def _run(arguments: argparse.Namespace, name: str, seed: int, side: str) -> dict
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{name}, {side}, seed {seed} failed:\n{done.stderr[-3000:]}")
+    from benchmarks.machine import describe_machine
+
     result = json.loads(done.stdout.splitlines()[-1])
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    facts = {"set": name, "side": side, "seed": seed, "limit": arguments.limit, "when": when, "load_before": load}
-    return facts | result | {"threads": arguments.threads, "machine": _machine(), "versions": _versions()}
-
-
-def _machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, {platform.platform()}"
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    from bertship.artifacts import versions
-
-    return versions() | {"transformers": version("transformers")}
+    facts = {"set": name, "side": side, "seed": seed, "when": when, "load_before": load}
+    return facts | result | {"machine": describe_machine()}
 
 
 def _child(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -219,7 +231,7 @@ def _theirs(task: Any, init: Path, tokenizer: Any, train: list[Any], dev: list[A
     """Training rows, the model, and a function from the trained model to metrics."""
     import transformers
 
-    from train.evaluate import evaluate
+    from train.scoring import evaluate
 
     kind = task.behaviour.loss
     if kind == "token":

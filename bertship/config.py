@@ -125,6 +125,10 @@ MACHINE_FIELDS = (
 )
 
 
+# The same for fine-tuning.
+FINETUNE_MACHINE_FIELDS = ("snapshot_every_s",)
+
+
 class FinetuneConfig(_Strict):
     """One task on a warm start (Devlin et al. 2019, section A.3)."""
 
@@ -146,6 +150,7 @@ class FinetuneConfig(_Strict):
     head: Literal["linear", "bilstm"] = "linear"  # on a frozen encoder; bilstm where tokens are labelled
     document_context: bool = False  # CoNLL: a document is one text, so that words have their neighbours' sentences
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    snapshot_every_s: float = Field(default=60.0, ge=0)  # of training, from which an interrupted run goes on
     seed: int = Field(default=42, ge=0)
 
     @model_validator(mode="after")

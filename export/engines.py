@@ -22,7 +22,7 @@ from bertship.runners import OnnxRunner, session_options
 from bertship.tasks.base import Logits
 from bertship.tokenization import Row
 from export.precision import PRECISIONS
-from train.evaluate import load_finetuned
+from train.finetuned import load_finetuned
 from train.torch_runner import TorchRunner
 
 CEILING_SIZE = 2048  # rows and columns of the product

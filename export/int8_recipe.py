@@ -107,6 +107,8 @@ def read_scalings(model: Any, products: Sequence[Product], rows: Sequence[Row]) 
     readers: dict[str, list[str]] = {}
     for product in products:
         readers.setdefault(product.x, []).append(product.weight)
+    if not readers:  # a head of few labels on embeddings alone
+        return {}
     seen = onnx.ModelProto()
     seen.CopyFrom(model)
     seen.graph.output.extend(onnx.ValueInfoProto(name=name) for name in readers)

@@ -6,12 +6,15 @@ import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
+from onnxscript import opset18
 
 from bertship.errors import CheckFailed
 from bertship.runners import OnnxRunner
+from train import features as features  # registers the operator of `onnx_lstm`
 from train.heads import HeadedModel
 
 OPSET = 18  # the newest that ONNX Runtime, TensorRT 10 and 11 and their quantizers all read
@@ -38,26 +41,35 @@ def export_onnx(model: HeadedModel, path: Path) -> None:
             output_names=list(model.OUTPUTS),
             dynamic_shapes=dict.fromkeys(OnnxRunner.INPUTS, dynamic),
             external_data=False,
+            custom_translation_table={torch.ops.bertship.lstm.default: onnx_lstm},
             verbose=False,
         )
     graph = onnx.load(path)
-    free_sequence(graph.graph, model)
     halve_last(graph.graph)
     transpose_once(graph.graph)
     onnx.save(graph, path)
     check_graph(path)
 
 
-def free_sequence(graph: onnx.GraphProto, model: HeadedModel) -> None:
-    """Where the graph has an LSTM, take back the traced length that the exporter states behind it.
+def onnx_lstm(x: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> Any:
+    """`train.features.exported_lstm` in ONNX, which has its own order of gates (ONNX, operator LSTM)."""
 
-    The nodes run at any length; only the stated shapes are those of the example.
-    """
-    if model.PER_TOKEN and any(node.op_type == "LSTM" for node in graph.node):
-        del graph.value_info[:]
-        for output in graph.output:
-            for place, name in enumerate(("batch", "sequence")):
-                output.type.tensor_type.shape.dim[place].dim_param = name
+    op: Any = opset18
+
+    def gates(values: Any) -> Any:
+        into, forget, cell, out = op.Split(values, axis=0, num_outputs=4)
+        return op.Concat(into, out, forget, cell, axis=0)
+
+    first = op.Constant(value_ints=[0])
+    biases = op.Concat(gates(b_ih), gates(b_hh), axis=0)
+    y_S1BU, _, _ = op.LSTM(
+        op.Transpose(x, perm=[1, 0, 2]),
+        op.Unsqueeze(gates(w_ih), first),
+        op.Unsqueeze(gates(w_hh), first),
+        op.Unsqueeze(biases, first),
+        hidden_size=w_hh.shape[1],
+    )
+    return op.Transpose(op.Squeeze(y_S1BU, op.Constant(value_ints=[1])), perm=[1, 0, 2])
 
 
 def check_graph(path: Path) -> None:

@@ -20,7 +20,7 @@ from export.plan import PLANS, add_plan, timing_cache_of
 from export.precision import PRECISIONS, read_recipe
 from export.reference import Reference, spread
 from export.source import Source, digest_of, from_run
-from train.evaluate import columns_of
+from train.scoring import columns_of
 from train.torch_runner import TorchRunner
 
 SAMPLES = "samples.jsonl"  # real texts with PyTorch's answers: for checking and loading a server

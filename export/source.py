@@ -10,7 +10,7 @@ from bertship.errors import InputError
 from bertship.tasks import Task
 from bertship.tokenization import Tokenizer
 from train.checkpoint import check_vocabulary, labels_of, load_model
-from train.evaluate import load_finetuned
+from train.finetuned import load_finetuned
 from train.heads import HEADS, HeadedModel
 
 _NAMELESS = re.compile(r"LABEL_\d+")  # what transformers writes where nobody gave names

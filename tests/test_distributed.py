@@ -1,19 +1,16 @@
 """Two processes train what one does: gradients, losses, checkpoints, a sharded optimizer, the launcher."""
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from gloo_processes import start, together
 from safetensors.torch import load_file, save_file
 
 from bertship.config import CorpusConfig, EncoderConfig, PretrainConfig
@@ -66,30 +63,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "a.txt").write_text("\n\n".join(documents))
     build_corpus([folder / "a.txt"], folder / "corpus", CorpusConfig(vocab_size=128, heldout_share=0.2), report=quiet)
     return folder / "corpus"
-
-
-def _process(rank: int, count: int, port: int, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in facts.items()})
-    what(*arguments)
-
-
-def start(what: Callable[..., None], *arguments: Any, count: int = 2) -> list[Any]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train.pretrain", "torch.utils.tensorboard"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = [context.Process(target=_process, args=(rank, count, port, what, arguments)) for rank in range(count)]
-    for process in started:
-        process.start()
-    return started
-
-
-def together(what: Callable[..., None], *arguments: Any, count: int = 2) -> None:
-    for process in start(what, *arguments, count=count):
-        process.join(120)
-        assert process.exitcode == 0
 
 
 def write_gradients(corpus: Path, out: Path, layout: str) -> None:

@@ -19,8 +19,8 @@ from bertship.tasks import TASKS, Example, Task
 from bertship.tasks.squad import Gold
 from train import finetune
 from train.checkpoint import save_model
-from train.evaluate import evaluate
-from train.evaluation import task_of_run
+from train.finetuned import task_of_run
+from train.scoring import evaluate
 from train.torch_runner import TorchRunner
 
 
@@ -31,7 +31,7 @@ def test_metrics_do_not_depend_on_the_batch_size(head, monkeypatch):
     found = []
     for rows, batch_size in ((256, 32), (5, 3), (1, 1)):
         monkeypatch.setattr(pipeline, "BATCH_ROWS", rows)
-        monkeypatch.setattr("train.evaluate.BATCH_ROWS", rows)
+        monkeypatch.setattr("train.scoring.BATCH_ROWS", rows)
         metrics, answers = evaluate(
             task, TOKENIZER, TorchRunner(make_model(head), TOKENIZER.pad_id, batch_size), examples
         )

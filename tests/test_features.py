@@ -3,20 +3,24 @@
 import json
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from small_bert import CONFIG, TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
 
 from bertship.config import FinetuneConfig
-from bertship.errors import InputError
+from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import from_export
+from bertship.runners import OnnxRunner
 from bertship.tasks.base import Task
 from bertship.tokenization import pad
+from export.onnx_graph import export_onnx
 from export.publish import export_run
 from train import features, finetune
 from train.checkpoint import load_model, save_model
-from train.evaluate import columns_of, evaluate, load_finetuned
 from train.features import LAYERS, model_class
+from train.finetuned import load_finetuned
+from train.scoring import columns_of, evaluate
 from train.torch_runner import TorchRunner
 
 SHAPES = [(head, layers, "linear") for head in TASKS_BY_HEAD for layers in ("last", "concat_two", "weighted_all")]
@@ -180,3 +184,47 @@ def test_a_frozen_encoders_model_passes_the_gate_like_any_other(head, top, init,
         np.testing.assert_allclose(pipeline(columns)["PROBABILITIES"], wanted["PROBABILITIES"], atol=1e-5)
     else:
         assert len(pipeline(columns)["ENTITIES"]) == len(examples)
+
+
+INT8 = [("token", "weighted_all", "bilstm"), ("token", "embeddings", "bilstm"), ("token", "embeddings", "linear")]
+INT8 += [("sentence", "weighted_all", "linear"), ("span", "last", "bilstm")]
+
+
+@pytest.mark.parametrize(("head", "layers", "top"), INT8)
+def test_a_frozen_encoders_model_is_quantized_behind_the_gate_or_refused_in_a_line(head, layers, top, init, tmp_path):
+    """Embeddings alone have no product to quantize but the head's; an LSTM's weights stay in FP32."""
+    examples, said = make_examples(head, 30), []
+    config = FinetuneConfig(min_updates=20, batch_size=8, precision="fp32", layers=layers, head=top, learning_rate=5e-3)
+    finetune.finetune(TASKS_BY_HEAD[head], init, tmp_path / "out", config, examples, examples, lambda line: None)
+    try:
+        manifest = export_run(tmp_path / "out", tmp_path / "export", ("fp32", "int8"), examples, said.append)
+    except CheckFailed as refused:
+        assert "refused" in str(refused) and "int8 (" in str(refused) and "\n" not in str(refused)
+        assert not (tmp_path / "export").exists()
+        manifest = export_run(tmp_path / "out", tmp_path / "export", ("fp32", "int8"), examples, said.append, True)
+        assert manifest["refused"].keys() == {"int8"} and any("WARNING" in line and "int8" in line for line in said)
+        return
+    graph = onnx.load(tmp_path / "export" / manifest["graphs"]["int8"]).graph
+    kinds = {node.op_type for node in graph.node}
+    assert any(tensor.data_type == onnx.TensorProto.INT8 for tensor in graph.initializer)
+    assert ("MatMulIntegerToFloat" in kinds) is (layers != "embeddings") and ("LSTM" in kinds) is (top == "bilstm")
+    answers = from_export(tmp_path / "export", "int8")(columns_of(TASKS_BY_HEAD[head], examples))
+    assert all(len(values) == len(examples) for values in answers.values())
+
+
+@pytest.mark.parametrize("layers", ["weighted_all", "embeddings"])
+def test_an_lstms_graph_runs_at_any_length_however_often_one_is_made(layers, tmp_path):
+    model = made("token", layers, "bilstm")
+    for number in range(2):
+        path = tmp_path / f"{number}.onnx"
+        export_onnx(model, path)
+        dims = [[dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in onnx.load(path).graph.input]
+        assert dims == [["batch", "sequence"]] * 3
+        runner = OnnxRunner(path)
+        for count in (1, 5):
+            rows, feeds = batch("token", count)
+            with torch.no_grad():
+                (wanted,) = model(**feeds)
+            found = runner(rows)["logits"]
+            for place, row in enumerate(rows):
+                np.testing.assert_allclose(found[place], wanted[place][: len(row)].numpy(), atol=1e-5)

@@ -1,4 +1,4 @@
-"""train/finetune.py, evaluate.py and torch_runner.py: losses, batches, what diverges, what repeats."""
+"""train/finetune*.py, losses.py and torch_runner.py: losses, batches, what diverges, what repeats."""
 
 import dataclasses
 import json
@@ -13,10 +13,17 @@ from bertship.config import FinetuneConfig
 from bertship.errors import CheckFailed, InputError
 from bertship.tasks.ner import IGNORED
 from bertship.tokenization import Tokens, pad
-from train import finetune
+from train import finetune, finetune_learner
+from train.bert_adam import BertAdam
 from train.checkpoint import save_model
-from train.evaluate import evaluate, load_finetuned
-from train.finetune import LOSSES, batches
+from train.distributed import alone
+from train.finetune_batches import Units, batches
+from train.finetune_learner import FinetuneLearner, build_finetune_optimizer
+from train.finetune_start import start_model
+from train.finetuned import load_finetuned
+from train.losses import LOSSES
+from train.optim import linear_schedule
+from train.scoring import evaluate
 from train.torch_runner import TorchRunner
 
 WHOLE = torch.ones(1, 1, dtype=torch.int64)  # a mask for losses that look at none
@@ -50,6 +57,12 @@ def run(head, init, out, **settings):
     return finetune.finetune(TASKS_BY_HEAD[head], init, out, config, examples, examples[:4], silent)
 
 
+def learner_of(task, init, config, examples):
+    torch.manual_seed(config.seed)
+    model = start_model(task, init, TOKENIZER, silent)
+    return FinetuneLearner(task, model, Units.of(task, TOKENIZER, examples), config, alone(), TOKENIZER.pad_id)
+
+
 def losses(out):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
@@ -67,13 +80,13 @@ def test_a_run_repeats_itself_and_another_seed_does_not(head, init, tmp_path):
 
 
 def test_non_finite_gradients_are_skipped_and_ten_in_a_row_stop_the_run(head, init, tmp_path, monkeypatch):
-    real, calls = finetune.LOSSES[TASKS_BY_HEAD[head].behaviour.loss], []
+    real, calls = LOSSES[TASKS_BY_HEAD[head].behaviour.loss], []
 
     def spoilt(outputs, targets, mask):
         calls.append(1)
         return real(outputs, targets, mask) * (float("nan") if len(calls) in bad else 1)
 
-    monkeypatch.setitem(finetune.LOSSES, TASKS_BY_HEAD[head].behaviour.loss, spoilt)
+    monkeypatch.setitem(LOSSES, TASKS_BY_HEAD[head].behaviour.loss, spoilt)
     bad = {2, 3}
     assert run(head, init, tmp_path / "some")["metrics"]["skipped_updates"] == 2
     assert [loss is None for loss in losses(tmp_path / "some")] == [False, True, True, False, False, False]
@@ -160,12 +173,12 @@ def test_parts_of_a_batch_make_the_same_gradient(init, head, tmp_path, monkeypat
         gradients.append([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
         return 0.0, True
 
-    monkeypatch.setattr(finetune, "clip_and_step", keep)
+    monkeypatch.setattr(finetune_learner, "clip_and_step", keep)
     losses = []
     for accumulation in (1, parts):
         config = FinetuneConfig(batch_size=5, accumulation=accumulation, precision="fp32")
-        run = finetune._Run(TASKS_BY_HEAD[head], init, tmp_path, config, make_examples(head), silent)
-        losses.append(run.update([3, 1, 4, 9, 5])[0])
+        learner = learner_of(TASKS_BY_HEAD[head], init, config, make_examples(head))
+        losses.append(learner.update(0, [3, 1, 4, 9, 5]).loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for whole, split in zip(*gradients, strict=True):
         torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-4)
@@ -243,9 +256,9 @@ def test_a_lowercasing_tokenizer_beside_a_cased_vocabulary_is_refused(tmp_path):
 @pytest.mark.parametrize("bias_correction", [True, False])
 def test_bias_correction_is_an_option(init, head, tmp_path, bias_correction):
     """fit.4: on by default; the paper's form is there."""
-    kind = {True: torch.optim.AdamW, False: finetune.BertAdam}[bias_correction]
+    kind = {True: torch.optim.AdamW, False: BertAdam}[bias_correction]
     config = FinetuneConfig(bias_correction=bias_correction, weight_decay=0.5)
-    optimizer = finetune._optimizer(make_model(head), config)
+    optimizer = build_finetune_optimizer(make_model(head), config)
     assert type(optimizer) is kind and FinetuneConfig().bias_correction
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     run(head, init, tmp_path / "out", bias_correction=bias_correction)
@@ -300,15 +313,15 @@ def test_only_pieces_that_occur_are_trained_and_the_rest_stays(tmp_path):
     config = FinetuneConfig(batch_size=4, precision="fp32", weight_decay=0.0, learning_rate=1e-3)
     tables = []
     for whole in (False, True):
-        run = finetune._Run(task, init, tmp_path, config, examples, silent)
+        run = learner_of(task, init, config, examples)
         if whole:
             run.pieces.restore()
             run.pieces = None
-            run.optimizer = finetune._optimizer(run.model, config)
-            run.schedule = finetune.linear_schedule(run.optimizer, 20, run.steps)
+            run.optimizer = build_finetune_optimizer(run.model, config)
+            run.schedule = linear_schedule(run.optimizer, 20, run.steps)
         run.model.train()
         for _ in range(3):
-            run.update([0, 1, 2, 3])
+            run.update(0, [0, 1, 2, 3])
         if run.pieces is not None:
             run.pieces.restore()
         tables.append(run.model.encoder.embeddings.word.weight.detach().clone())

@@ -48,6 +48,9 @@ def test_gpus_start_as_many_processes() -> None:
     many = arguments("pretrain", "PRESET=base", "GPUS=8", "BERTSHIP=true", "TORCHRUN=printf '<%s>\\n'")
     launcher = ["--standalone", "--nproc-per-node", "8", "-m", "bertship"]
     assert many == [*launcher, "pretrain", "--preset", "base", "--name", "default"]
+    many = arguments("finetune", "TASK=rte", "GPUS=8", "SEEDS=5", "BERTSHIP=true", "TORCHRUN=printf '<%s>\\n'")
+    assert many[: len(launcher) + 3] == [*launcher, "finetune", "--task", "rte"] and many[-2:] == ["--seeds", "5"]
+    assert arguments("finetune", "TASK=rte", "GPUS=1")[:3] == ["finetune", "--task", "rte"]
 
 
 def test_ports_reach_the_server_and_the_question(tmp_path: Path) -> None:

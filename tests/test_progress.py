@@ -42,3 +42,13 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     shown = capsys.readouterr().err
     assert "corpus" in shown and "MB/s of text" in shown and "12 documents" in shown and "left:" in shown
     assert said == []
+
+
+def test_of_several_processes_the_first_alone_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = Clock(monkeypatch), []
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        with progress.progress("training", 10, said.append) as advance:
+            clock.now += 20
+            advance("loss 1.0")
+        assert len(said) == (rank == "0")

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -48,6 +49,25 @@ class Processes:
         dist.broadcast_object_list(held, src=0, device=self.device)
         return held[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, in the order of their numbers, for all."""
+        if self.count == 1:
+            return [value]
+        held: list[Any] = [None] * self.count
+        dist.all_gather_object(held, value)
+        return held
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main process runs the block before the others do, which find on disk what it has fetched or computed."""
+        if not self.main:
+            self.wait()
+        try:
+            yield
+        finally:
+            if self.main:
+                self.wait()
+
     def wait(self) -> None:
         """Until all have come this far."""
         self.sum(0.0)
@@ -57,6 +77,11 @@ class Processes:
         if self.count == 1:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def alone() -> Processes:
+    """This process as the only one, on the first GPU where there is one."""
+    return Processes(0, 1, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _BITS = 1 << 16
+_DROPOUT = 3  # keeps the seeds of dropout apart from those of data (train.dataset)
 
 
 class Dropout(nn.Module):
@@ -35,3 +36,10 @@ def drop(x: Tensor, p: float) -> Tensor:
     kept = draws[: x.numel()] >= dropped - _BITS // 2
     scale = torch.tensor(_BITS / (_BITS - dropped), dtype=x.dtype)
     return x * kept.view(x.shape).to(x.dtype).mul_(scale)
+
+
+def update_seed(seed: int, update: int, rank: int) -> int:
+    """The seed for the dropout of an update: of a training, the update's number and the process alone, so that nothing
+    depends on what ran before."""
+    state = np.random.SeedSequence([seed, update, rank], spawn_key=(_DROPOUT,)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))

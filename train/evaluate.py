@@ -1,107 +1,66 @@
-"""A fine-tuned model's metrics, through the same pipeline that serves it."""
+"""A run judged on every labelled split, and what is written for others: their scripts' files, a page of mistakes."""
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bertship.artifacts import read_manifest
-from bertship.errors import InputError
-from bertship.pipeline import BATCH_ROWS, Pipeline, Runner
+from bertship.artifacts import publish, read_manifest, versions, write_manifest
+from bertship.report import Report as Page
 from bertship.tasks import Example, Task
 from bertship.tasks.base import Answers
-from bertship.tokenization import Tokenizer
-from train.checkpoint import labels_of, load_model
-from train.features import model_class
-from train.progress import progress
+from train.data import has_split
+from train.finetune_report import add_errors
+from train.finetuned import load_finetuned
+from train.scoring import evaluate
 from train.torch_runner import TorchRunner
 
 Report = Callable[[str], None]
 
 
-def columns_of(task: Task, examples: Sequence[Example], annotations: bool = False) -> dict[str, list[Any]]:
-    """The examples' texts by tensor name; with what only labelled data has where `annotations` is set."""
-    names = task.behaviour.inputs + (task.behaviour.annotations if annotations else ())
-    return {name: [example.columns[name] for example in examples] for name in names}
+def dev_splits(task: Task, data: str | None) -> list[str]:
+    """`dev`, and the further labelled splits that the data has."""
+    return ["dev", *(split for split in task.more_splits if has_split(task, data, split))]
 
 
-def answer(
-    task: Task,
-    tokenizer: Tokenizer,
-    runner: Runner,
-    columns: dict[str, list[Any]],
-    report: Report | None = None,
-    what: str = "answering",
-) -> Answers:
-    """The answers to a whole data set with the kind's details; `report` is told now and then how far it is."""
-    pipeline = Pipeline(task, tokenizer, runner, details=True)
-    total = len(columns[task.behaviour.inputs[0]])
-    starts = range(0, total, BATCH_ROWS)
-    parts = []
-    with progress(what, len(starts), report) if report else contextlib.nullcontext(lambda facts: None) as advance:
-        for start in starts:
-            parts.append(pipeline({name: values[start : start + BATCH_ROWS] for name, values in columns.items()}))
-            advance(f"{min(start + BATCH_ROWS, total):,} of {total:,} examples")
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def evaluate(
-    task: Task,
-    tokenizer: Tokenizer,
-    runner: Runner,
-    examples: Sequence[Example],
-    report: Report | None = None,
-) -> tuple[dict[str, float], Answers]:
-    """Metrics (shares are 0..1) and the answers that they judge, with the kind's details.
-
-    Where the data says more than a request would (the words of a CoNLL file), the metrics use it, as is usual, and
-    `served_*` are those of the plain texts.
-    """
-    answers = answer(task, tokenizer, runner, columns_of(task, examples, annotations=True), report, "evaluating")
-    metrics = task.behaviour.score(task, examples, answers)
-    return metrics | served(task, tokenizer, runner, examples, report), answers
-
-
-def served(
-    task: Task, tokenizer: Tokenizer, runner: Runner, examples: Sequence[Example], report: Report | None = None
+def evaluate_splits(
+    run: Path, examples: Mapping[str, Sequence[Example]], report: Report, out: Path | None = None
 ) -> dict[str, float]:
-    """`served_*`: the metrics of the plain texts, where labelled data says more than a request would."""
-    if not task.behaviour.annotations:
-        return {}
-    plain = answer(task, tokenizer, runner, columns_of(task, examples), report, "evaluating as served")
-    return {f"served_{name}": value for name, value in task.behaviour.score(task, examples, plain).items()}
-
-
-def load_finetuned(run_dir: Path) -> tuple[Task, Tokenizer, Any]:
-    """Task, tokenizer and PyTorch model of a fine-tuning run.
-
-    Raises InputError when it is none, or when what the task says and what its model says contradict each other.
-    """
-    read_manifest(run_dir, "finetune")
-    if not (run_dir / "task.json").is_file():
-        raise InputError(f"{run_dir} has no task.json; fine-tune again")
-    task = Task.from_file(run_dir / "task.json")
-    stated = labels_of(run_dir / "model") if task.labels else ()
-    if stated and stated != task.labels:
-        raise InputError(
-            f"{run_dir}: task.json has the labels {', '.join(task.labels)}, model/config.json has {', '.join(stated)}; "
-            "an answer would carry another label's name: fine-tune again"
-        )
-    model, report = load_model(model_class(task), run_dir / "model", task.behaviour.width(task))
-    if not report.complete:
-        raise InputError(f"{run_dir}/model lacks weights ({report.describe()}); fine-tune again")
-    if task.max_tokens > model.config.max_position_embeddings:
-        raise InputError(
-            f"{run_dir}: task.json uses {task.max_tokens} tokens, its model has positions for "
-            f"{model.config.max_position_embeddings}; fine-tune again"
-        )
-    return task, Tokenizer.from_dir(run_dir / "model"), model
-
-
-def evaluate_run(run_dir: Path, examples: Sequence[Example], report: Report | None = None) -> dict[str, float]:
-    """Metrics of a fine-tuning run on `examples`."""
-    task, tokenizer, model = load_finetuned(run_dir)
-    metrics, _ = evaluate(task, tokenizer, TorchRunner(model, tokenizer.pad_id), examples, report)
+    """Metrics on each split, those but of `dev` under the split's name; see `train.stages.make_evaluation`."""
+    task, tokenizer, model = load_finetuned(run)
+    runner = TorchRunner(model, tokenizer.pad_id)
+    metrics: dict[str, float] = {}
+    answered: dict[str, Answers] = {}
+    for split, chosen in examples.items():
+        found, answered[split] = evaluate(task, tokenizer, runner, chosen, report)
+        prefix = "" if split == "dev" else f"{split.removeprefix('dev_')}_"
+        metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+    if out is not None:
+        _publish(task, run, examples, answered, metrics, out)
     return metrics
+
+
+def _publish(
+    task: Task,
+    run: Path,
+    examples: Mapping[str, Sequence[Example]],
+    answered: Mapping[str, Answers],
+    metrics: dict[str, Any],
+    out: Path,
+) -> None:
+    with publish(out) as staging:
+        for split, answers in answered.items():
+            folder = staging if split == "dev" else staging / split
+            folder.mkdir(exist_ok=True)
+            for name, text in task.behaviour.official(task, examples[split], answers).items():
+                (folder / name).write_text(text, encoding="utf-8")
+        page = Page(
+            f"{task.name}: an evaluation", f"{run} on {', '.join(f'{len(e):,} {s}' for s, e in examples.items())}."
+        )
+        page.text("Conclusion", f"{task.metrics[0]} {metrics[task.metrics[0]]:.4f} on the dev split.")
+        page.facts("Metrics", metrics)
+        add_errors(page, task, examples["dev"], answered["dev"])
+        page.facts("Run", read_manifest(run, "finetune")["inputs"])
+        page.facts("Versions", versions())
+        page.command("Reproduce", f"bertship evaluate --task {task.name} --name {run.name}")
+        page.write(staging / "report.html")
+        write_manifest(staging, "evaluate", inputs={"run": str(run)}, metrics=metrics, task=task.name)

@@ -52,6 +52,28 @@ class Mix(nn.Module):
         return self.scale * (x_xLH * self.weight.softmax(0)[:, None]).sum(-2)
 
 
+@torch.library.custom_op("bertship::lstm", mutates_args=())
+def exported_lstm(x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
+    """What stands for a layer of `nn.LSTM` in a graph: [B, S, F] to [B, S, U], S free.
+
+    PyTorch's own operator is traced step by step there and would fix S.
+    """
+    start = x.new_zeros(1, x.shape[0], w_hh.shape[1])
+    return torch.lstm(x, (start, start), (w_ih, w_hh, b_ih, b_hh), True, 1, 0.0, False, False, True)[0].clone()
+
+
+@exported_lstm.register_fake
+def _(x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], w_hh.shape[1])
+
+
+def _read(layer: nn.LSTM, x_BSF: Tensor) -> Tensor:
+    if torch.compiler.is_exporting():
+        made: Tensor = exported_lstm(x_BSF, layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0, layer.bias_hh_l0)
+        return made
+    return layer(x_BSF)[0]
+
+
 class BiLstm(nn.Module):
     """Two layers that read a sequence from both ends, `units` each way.
 
@@ -72,8 +94,8 @@ class BiLstm(nn.Module):
         reverse_BS1 = torch.where(place_1S < length_B1, length_B1 - 1 - place_1S, place_1S)[..., None]
         for ahead, behind in ((self.forward_1, self.backward_1), (self.forward_2, self.backward_2)):
             x_BSF = self.dropout(x_BSF)
-            one_BSU, _ = ahead(x_BSF)
-            other_BSU, _ = behind(x_BSF.gather(1, reverse_BS1.expand(-1, -1, x_BSF.shape[2])))
+            one_BSU = _read(ahead, x_BSF)
+            other_BSU = _read(behind, x_BSF.gather(1, reverse_BS1.expand(-1, -1, x_BSF.shape[2])))
             other_BSU = other_BSU.gather(1, reverse_BS1.expand(-1, -1, other_BSU.shape[2]))
             x_BSF = torch.cat([one_BSU, other_BSU], -1)
         return x_BSF

@@ -13,7 +13,8 @@ import numpy as np
 from bertship.errors import InputError
 from bertship.tasks import TASKS, Example, Task
 from bertship.tasks.readers import read_split
-from train.evaluate import answer, columns_of, load_finetuned
+from train.finetuned import load_finetuned
+from train.scoring import answer, columns_of
 from train.torch_runner import TorchRunner
 
 Report = Callable[[str], None]

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -12,12 +11,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from bertship.config import PretrainConfig
 from train.batches import Batch, Phase
 from train.distributed import Processes
+from train.dropout import update_seed
 from train.heads import MaskedLanguageModel
 from train.objectives import forward, loss_sums
-from train.optim import SCHEDULES, build_optimizer, clip_and_step
+from train.optim import SCHEDULES, build_optimizer, clip_and_step, restore_schedule, schedule_state
 from train.snapshots import is_sharded
-
-_DROPOUT = 3  # keeps the seeds of dropout apart from those of data (train.dataset)
 
 
 @dataclass(frozen=True)
@@ -95,15 +93,11 @@ class Learner:
             self.optimizer, phase.warmup_steps, phase.steps, self.config.decay_share
         )
         if state is not None:
-            self.schedule.load_state_dict(state)
-            for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
-                group["lr"] = rate
+            restore_schedule(self.schedule, state)
 
     def schedule_state(self) -> dict[str, Any]:
         """What `begin` takes, as JSON."""
-        return {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"} | {
-            "lr_lambdas": [None for _ in self.optimizer.param_groups]
-        }
+        return schedule_state(self.schedule)
 
     def update(self, number: int, microbatches: list[Batch], predicted: float, pairs: float) -> Outcome:
         """One update, the `number`-th of the training: from it comes the seed of dropout, so that nothing depends on
@@ -112,7 +106,7 @@ class Learner:
         `predicted`, `pairs`: counts over all microbatches of all processes, which make the loss a mean over tokens
         and over pairs, however they were dealt. A gradient that is not finite is cleared, and nothing changes.
         """
-        torch.manual_seed(_seed(self.config.seed, number, self.processes.rank))
+        torch.manual_seed(update_seed(self.config.seed, number, self.processes.rank))
         mlm_sum, nsp_sum = self.backward(microbatches, predicted, pairs)
         lr = float(self.schedule.get_last_lr()[0])
         norm, applied = clip_and_step(self.optimizer, self.schedule, self.model.parameters(), self.config.clip_norm)
@@ -135,8 +129,3 @@ class Learner:
         """Gather a sharded optimizer's state on the main process, before a checkpoint; all processes call it."""
         if is_sharded(self.optimizer):
             self.optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
-
-
-def _seed(seed: int, update: int, rank: int) -> int:
-    state = np.random.SeedSequence([seed, update, rank], spawn_key=(_DROPOUT,)).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(1))

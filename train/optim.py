@@ -97,6 +97,19 @@ def _schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int, decay_s
     return LambdaLR(optimizer, share_of_peak)
 
 
+def schedule_state(schedule: LambdaLR) -> dict[str, Any]:
+    """How far a schedule is, as JSON, for `restore_schedule`."""
+    state = {name: value for name, value in schedule.state_dict().items() if name != "lr_lambdas"}
+    return state | {"lr_lambdas": [None for _ in schedule.optimizer.param_groups]}
+
+
+def restore_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
+    """Go on where `schedule_state` was asked, the optimizer's learning rates included."""
+    schedule.load_state_dict(state)
+    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
 def pick_precision(name: str, device: torch.device | str) -> torch.dtype | None:
     """The type for `torch.autocast` on `device`, None for FP32 throughout.
 

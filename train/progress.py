@@ -1,6 +1,7 @@
 """Progress on stderr: a live bar on a terminal, a line now and then elsewhere."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -20,8 +21,11 @@ def progress(what: str, total: int, report: Callable[[str], None], done: int = 0
     """Yield `advance(facts)`, to be called once a step with what is worth showing (`loss 3.21, 9,000 tokens/s`).
 
     `done`: steps that an earlier run has made already; rate and time left are this run's. On a terminal a bar shows
-    them; otherwise `report` gets a line every LINE_EVERY_S seconds.
+    them; otherwise `report` gets a line every LINE_EVERY_S seconds. Of torchrun's processes the first alone shows it.
     """
+    if os.environ.get("RANK", "0") != "0":
+        yield lambda facts: None
+        return
     console = Console(stderr=True)
     if console.is_terminal:
         columns = (

@@ -12,7 +12,7 @@ as it is), with two files more:
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,17 +59,19 @@ class Snapshots:
         tokenizer: Tokenizer,
         moments: dict[str, Tensor],
         state: dict[str, Any],
+        also: Mapping[str, dict[str, Tensor]] | None = None,
         **extra_config: Any,
     ) -> Path:
         """Write the checkpoint of `step` updates and remove those that are no longer kept.
 
-        `moments`: `optimizer_tensors`; `state`: anything that is JSON. Raises InputError where the disk is full; the
-        earlier checkpoints are as they were then.
+        `moments`: `optimizer_tensors`; `state`: anything that is JSON; `also`: further files, of tensors by name.
+        Raises InputError where the disk is full; the earlier checkpoints are as they were then.
         """
         target = self.directory / f"{_PREFIX}{step:08d}"
         with artifacts.publish(target) as staging:
             save_model(model, tokenizer, staging, **extra_config)
-            save_file(moments, staging / OPTIMIZER)
+            for name, tensors in {OPTIMIZER: moments, **(also or {})}.items():
+                save_file(tensors, staging / name)
             (staging / TRAINING).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
             artifacts.write_manifest(staging, "checkpoint", step=step)
             for path in [*staging.iterdir(), staging]:

@@ -19,7 +19,9 @@ from bertship.tasks import Task
 from train import pretrain
 from train.corpus import make_corpus as make_corpus
 from train.data import load_examples
-from train.evaluation import dev_splits, evaluate_splits, task_of_run
+from train.distributed import Processes, alone
+from train.evaluate import dev_splits, evaluate_splits
+from train.finetuned import task_of_run
 from train.heads import PretrainingModel
 from train.model import count_parameters
 from train.sources import fetch, hub_model
@@ -126,12 +128,18 @@ def make_finetuning(
     settings: Mapping[str, Any],
     report: Report,
     force: bool = False,
+    processes: Processes | None = None,
 ) -> dict[str, Any]:
-    """A fine-tuning run of `task`; labels that the task leaves open are taken from the training examples."""
-    found = read_training_data(task, data, settings, report)
+    """A fine-tuning run of `task`; labels that the task leaves open are taken from the training examples.
+
+    `force` makes it anew even where it is up to date or has been interrupted. `processes`: all of them call this.
+    """
+    processes = processes or alone()
+    with processes.main_first():
+        found = read_training_data(task, data, settings, report)
     if not force and is_current(out, found.fingerprint(init[0])):
         return _reused(out, report)
-    return found.finetune(init, out, report)
+    return found.finetune(init, out, report, force, processes)
 
 
 def make_evaluation(

@@ -3,6 +3,7 @@
 (Devlin et al. 2019, section A.3, names the grid. Small sets have seeds from which training fails: Mosbach et al. 2021.)
 """
 
+import glob
 import itertools
 import json
 import shutil
@@ -15,6 +16,7 @@ import numpy as np
 from bertship.artifacts import publish, read_manifest, versions, write_manifest, write_text
 from bertship.report import Report as Page
 from bertship.tasks import Task
+from train.distributed import Processes, alone
 from train.training_data import Report, TrainingData, init_task_of, read_training_data
 
 GRID: dict[str, Sequence[Any]] = {
@@ -34,25 +36,30 @@ def make_sweep(
     seeds: int,
     report: Report,
     force: bool = False,
+    processes: Processes | None = None,
 ) -> dict[str, Any]:
     """Run every point of the paper's grid (or the one that `settings` say) with `seeds` seeds, from the set seed on.
 
     The best run on the dev split, degenerate ones apart, becomes `out`. `out`.sweep holds `results.jsonl`, a line a
-    run as soon as it ends, so that an interrupted sweep goes on where it stopped; `report.html` and `manifest.json`,
-    which is returned. A field in `settings` is not swept. Raises InputError.
+    run as soon as it ends, so that an interrupted sweep goes on where it stopped, in the midst of a run too;
+    `report.html` and `manifest.json`, which is returned. A field in `settings` is not swept. `processes`: all of them
+    call this. Raises InputError.
     """
-    found = read_training_data(task, data, settings, report)
+    processes = processes or alone()
+    with processes.main_first():
+        found = read_training_data(task, data, settings, report)
     points = [
         dict(zip(names, values, strict=True))
         for names in [[name for name in GRID if grid and name not in settings]]
         for values in itertools.product(*(GRID[name] for name in names))
     ]
     journal = out.with_name(f".{out.name}.sweep-results.jsonl")
-    if force:
+    if force and processes.main:
         journal.unlink(missing_ok=True)
+        _remove_candidates(out)
+    processes.wait()
     known = _read(journal)
     results = []
-    candidate = out.with_name(f"{out.name}.candidate")
     best: dict[str, Any] | None = None
     runs = [{**point, "seed": found.config.seed + k} for point in points for k in range(seeds)]
     for number, changes in enumerate(runs, 1):
@@ -61,34 +68,54 @@ def make_sweep(
         report(f"run {number} of {len(runs)}: {', '.join(f'{name} {value:g}' for name, value in changes.items())}")
         result = known.get(fingerprint)
         # a known result without its model counts again, unless it is the best: then it has to be there
-        if result is None or (_better(result, best, task) and _model_of(out) != fingerprint):
-            result = _run(data_of_run, init, candidate, fingerprint, changes, report)
+        needed = result is None or (_better(result, best, task) and _model_of(out) != fingerprint)
+        if processes.agree("needed" if needed else ""):
+            candidate = _candidate(out, fingerprint)
+            result = _run(data_of_run, init, candidate, fingerprint, changes, report, processes)
             known[fingerprint] = result
-            write_text(journal, "".join(json.dumps(r) + "\n" for r in known.values()))
-            if _better(result, best, task):
-                _keep(candidate, out)
+            if processes.main:
+                write_text(journal, "".join(json.dumps(r) + "\n" for r in known.values()))
+                if _better(result, best, task):
+                    _keep(candidate, out)
         else:
+            assert result is not None
             report("known from before")
         if _better(result, best, task):
             best = result
         results.append(result)
-        shutil.rmtree(candidate, ignore_errors=True)
+        processes.wait()  # all have read the run
+        if processes.main:
+            shutil.rmtree(_candidate(out, fingerprint), ignore_errors=True)
     assert best is not None
     summary = summarise(task, results)
     summary |= {"best": best, "init": init[1], "init_task": init_task_of(init[0])}
+    if processes.main:
+        _publish(task, out, found, init[1], summary, results)
+        journal.unlink()
+        _remove_candidates(out)  # what other settings began and never ended
+    processes.wait()
+    return read_manifest(out.with_name(f"{out.name}.sweep"), "sweep")
+
+
+def _publish(
+    task: Task,
+    out: Path,
+    found: TrainingData,
+    init: str,
+    summary: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
+) -> None:
     with publish(out.with_name(f"{out.name}.sweep")) as staging:
         (staging / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in results), encoding="utf-8")
         _page(task, found, summary, results).write(staging / "report.html")
-        manifest = write_manifest(
+        write_manifest(
             staging,
             "sweep",
             config=found.config.model_dump(),
-            inputs={"init": init[1]},
+            inputs={"init": init},
             metrics=summary,
             task=task.name,
         )
-    journal.unlink()
-    return manifest
 
 
 def summarise(task: Task, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -135,9 +162,15 @@ def _named(changes: Mapping[str, Any]) -> str:
 
 
 def _run(
-    data: TrainingData, init: tuple[Path, str], out: Path, fingerprint: str, changes: Mapping[str, Any], report: Report
+    data: TrainingData,
+    init: tuple[Path, str],
+    out: Path,
+    fingerprint: str,
+    changes: Mapping[str, Any],
+    report: Report,
+    processes: Processes,
 ) -> dict[str, Any]:
-    manifest = data.finetune(init, out, report)
+    manifest = data.finetune(init, out, report, processes=processes)
     return {
         "fingerprint": fingerprint,
         "changes": dict(changes),
@@ -156,6 +189,16 @@ def _better(result: Mapping[str, Any], best: Mapping[str, Any] | None, task: Tas
 
 def _model_of(out: Path) -> str:
     return str(read_manifest(out).get("fingerprint", "")) if (out / "manifest.json").is_file() else ""
+
+
+def _candidate(out: Path, fingerprint: str) -> Path:
+    """Where a run is made: each has a place of its own, so that an interrupted one goes on as none but itself."""
+    return out.with_name(f"{out.name}.candidate-{fingerprint[:12]}")
+
+
+def _remove_candidates(out: Path) -> None:
+    for folder in out.parent.glob(f"{glob.escape(out.name)}.candidate-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep(candidate: Path, out: Path) -> None:

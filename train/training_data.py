@@ -11,6 +11,7 @@ from bertship.errors import InputError
 from bertship.tasks import Example, Task
 from train import finetune
 from train.data import has_split, load_examples
+from train.distributed import Processes
 
 Report = Callable[[str], None]
 
@@ -31,8 +32,15 @@ class TrainingData:
         task = finetune.with_features(self.task, self.config)
         return finetune.fingerprint_of(task, init, self.config, self.train, self.dev)
 
-    def finetune(self, init: tuple[Path, str], out: Path, report: Report) -> dict[str, Any]:
-        """The run; its manifest."""
+    def finetune(
+        self,
+        init: tuple[Path, str],
+        out: Path,
+        report: Report,
+        restart: bool = False,
+        processes: Processes | None = None,
+    ) -> dict[str, Any]:
+        """The run; its manifest. `restart`, `processes`: as `train.finetune.finetune` has them."""
         directory, name = init
         return finetune.finetune(
             self.task,
@@ -46,6 +54,8 @@ class TrainingData:
             self.data,
             self.more,
             init_task_of(directory),
+            restart,
+            processes,
         )
 
     def changed(self, settings: Mapping[str, Any]) -> "TrainingData":

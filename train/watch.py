@@ -67,12 +67,20 @@ class Board:
 class MetricsLog:
     """`path` as JSON lines, one object a call, in the file when the call returns; drawn on `board` besides.
 
-    Opened again for a run that goes on after update `after`, it forgets the lines beyond. NaN and infinity, which
+    Opened again for a run that goes on after update `after`, it forgets the lines beyond, and those that `known` does
+    not know. NaN and infinity, which
     JSON does not have, become null.
     """
 
-    def __init__(self, path: Path, after: int = 0, board: Board | None = None) -> None:
-        artifacts.write_text(path, "".join(_lines_until(path, after)))
+    def __init__(
+        self,
+        path: Path,
+        after: int = 0,
+        board: Board | None = None,
+        known: Callable[[dict[str, Any]], bool] = lambda facts: True,
+    ) -> None:
+        kept = [line for line in _lines_until(path, after) if known(json.loads(line))]
+        artifacts.write_text(path, "".join(kept))
         self._file, self._board = path.open("a", encoding="utf-8"), board
 
     def write(self, facts: Mapping[str, Any], group: str = "training") -> None:

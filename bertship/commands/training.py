@@ -117,19 +117,15 @@ def finetune(
     """A task on a warm start: runs/finetune/TASK/NAME.
 
     With --sweep or --seeds many runs are made; their mean, spread and degenerate ones are in NAME.sweep, the best one
-    is NAME. A start from another task's model is a run of its own, NAME-from-TASK.
+    is NAME. A start from another task's model is a run of its own, NAME-from-TASK. Interrupted, the same command goes
+    on from the last snapshot. Under torchrun, one process a GPU.
     """
-    if not sweep and seeds == 1:
-        out, manifest = run_finetuning(task, init, preset, data, runs, name, parse_settings(settings), force)
-        show(manifest, [str(out), *metric_lines(manifest["metrics"])])
-        return
-    definition = get_task(task)
-    start = load("train.stages:find_init")(init, runs, preset, report)
-    out = run_folder(runs, definition.name, name, start[0])
-    result = load("train.sweep:make_sweep")(
-        definition, start, out, data, parse_settings(settings), sweep, seeds, report, force
-    )
-    show(result, [str(out), *load("train.sweep:lines")(result)])
+    changes = parse_settings(settings)
+    out, manifest = run_finetuning(task, init, preset, data, runs, name, changes, force, sweep, seeds)
+    many = manifest["stage"] == "sweep"
+    said = [str(out), *(load("train.sweep:lines")(manifest) if many else metric_lines(manifest["metrics"]))]
+    if os.environ.get("RANK", "0") == "0":  # torchrun's other processes have the same result
+        show(manifest, said)
 
 
 def evaluate(
@@ -159,10 +155,28 @@ def run_folder(runs: Path, task: str, name: str, init: Path) -> Path:
 
 
 def run_finetuning(
-    task: str, init: str, preset: str, data: str | None, runs: Path, name: str, settings: dict[str, str], force: bool
+    task: str,
+    init: str,
+    preset: str,
+    data: str | None,
+    runs: Path,
+    name: str,
+    settings: dict[str, str],
+    force: bool,
+    sweep: bool = False,
+    seeds: int = 1,
 ) -> tuple[Path, dict[str, Any]]:
+    """One run, or many for a sweep or seeds, by all processes that torchrun started; where it is, and its manifest."""
     definition = get_task(task)
-    start = load("train.stages:find_init")(init, runs, preset, report)
-    out = run_folder(runs, definition.name, name, start[0])
-    manifest = load("train.stages:make_finetuning")(definition, start, out, data, settings, report, force)
+    with load("train.distributed:join")() as processes:
+        say = report if processes.main else lambda line: None
+        with processes.main_first():
+            start = load("train.stages:find_init")(init, runs, preset, say)
+        out = run_folder(runs, definition.name, name, start[0])
+        if sweep or seeds > 1:
+            make_sweep = load("train.sweep:make_sweep")
+            manifest = make_sweep(definition, start, out, data, settings, sweep, seeds, say, force, processes)
+        else:
+            make_finetuning = load("train.stages:make_finetuning")
+            manifest = make_finetuning(definition, start, out, data, settings, say, force, processes)
     return out, manifest

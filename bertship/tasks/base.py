@@ -193,7 +193,7 @@ class Kind(ABC):
 
     name: str
     head: str  # a name in `train.heads.HEADS`
-    loss: str  # a name in `train.finetune.LOSSES`
+    loss: str  # a name in `train.losses.LOSSES`
     inputs: tuple[str, ...]  # BYTES [-1] each
     annotations: tuple[str, ...] = ()  # columns that only labelled data has, such as the words of a CoNLL file
     row_tensors: tuple[TensorSpec, ...] = ()  # what decoding needs to know of the rows
