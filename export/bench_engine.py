@@ -28,7 +28,7 @@ from bertship.pipeline import encode
 from bertship.runners import available_threads
 from bertship.tasks.base import Task
 from bertship.tokenization import Row, Tokenizer, pad
-from export.bench_report import draw, write_csv
+from export.bench_report import draw, write_csv, write_page
 from export.engines import Engine, Work, find_engines, max_positions, work_of
 
 Report = Callable[[str], None]
@@ -108,6 +108,7 @@ def bench_engines(
         if result["mixed"]:
             write_csv(result["mixed"], staging / "mixed.csv")
         draw(result, staging / "engines.png")
+        write_page(result, staging)
     return result
 
 

@@ -26,7 +26,7 @@ from bertship import artifacts
 from bertship.client import Client
 from bertship.errors import InputError, ServerUnavailable
 from bertship.triton_limits import FLUSH_S
-from serving.bench_report import lines, plot, to_csv
+from serving.bench_report import lines, plot, to_csv, write_page
 from serving.environment import TritonEnvironment
 from serving.memory import memory_of
 from serving.perf_analyzer import STRETCH, WINDOWS, Load, PerfAnalyzer
@@ -60,7 +60,9 @@ def bench(
     metrics_url: str | None = None,
     server_pid: int | None = None,
 ) -> dict[str, Any]:
-    """Measure a served task; writes bench.json, bench.csv and bench.png in `out` at the end, returns bench.json's.
+    """Measure a served task; returns what bench.json holds.
+
+    At the end bench.json, bench.csv, bench.png and report.html are written in `out`.
 
     `samples` are an export's: {"columns": {tensor name: text}, ...} each. `seconds` is what one run measures, longer
     where requests take longer than a window. `request_rates`, per second, are open-loop runs with Poisson arrivals.
@@ -144,6 +146,7 @@ def bench(
     artifacts.write_text(out / "bench.csv", to_csv(result["rows"]))
     artifacts.write_text(out / "bench.json", json.dumps(result, indent=2) + "\n")
     plot(result, out / "bench.png")
+    write_page(result, out)
     return result
 
 

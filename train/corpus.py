@@ -27,6 +27,7 @@ from typing import Any
 from bertship import artifacts
 from bertship.config import CorpusConfig, parse
 from bertship.errors import InputError
+from bertship.next_steps import write_next
 from bertship.tokenization import Tokenizer
 from train.chunks import PACKING, UNIT_BYTES, Chunk
 from train.encode import sentences_of, token_dtype
@@ -76,7 +77,9 @@ def make_corpus(
     if not force and artifacts.is_current(out, fingerprint_of(inputs, config, own)):
         report(f"{out} is up to date")
         return artifacts.read_manifest(out)
-    return build_corpus(inputs, out, config, own, report, workers)
+    manifest = build_corpus(inputs, out, config, own, report, workers)
+    write_next("corpus", out)
+    return manifest
 
 
 def build_corpus(
