@@ -60,8 +60,9 @@ def _corpus(directory: Path, files: Path) -> list[str]:
 
 def _pretrain(directory: Path, files: Path) -> list[str]:
     runs = _runs(directory, "pretrain", 1)
+    given = _option(runs) if runs is not None else ""
     return [
-        f"bertship finetune --task sst2 --init {_quoted(directory)}{_option(runs) if runs else ''}    # or a task of yours: --task tickets.toml",
+        f"bertship finetune --task sst2 --init {_quoted(directory)}{given}    # or --task tickets.toml, yours",
         f"tensorboard --logdir {_quoted(directory / 'tensorboard')}",
     ]
 
