@@ -169,12 +169,12 @@ def export(context: Context) -> Part:
     return Part(
         "export",
         f"The fine-tuned {TASK}, {len(rows)} real texts of up to {max(map(len, rows))} tokens, {available_threads()} "
-        "threads, the same runtime and the same call for every graph. A conversion is timed without imports and without "
-        "checks, ours without its gate.",
+        "threads, the same runtime and the same call for every graph. A conversion is timed without imports and "
+        "without checks, ours without its gate.",
         answers=answers,
         answers_note=f"Logits against optimum's FP32 graph: FP32 has to agree to {SAME:g}, our INT8 in {AGREE:.0%}.",
         figures=[*conversion, *sizes, *figures],
-        ratios=[ratio_of("ours", "optimum", "conversion speed", seconds["optimum"], seconds["ours"])] + ratios,
+        ratios=[ratio_of("ours", "optimum", "conversion speed", seconds["optimum"], seconds["ours"]), *ratios],
         raw={"seconds": seconds, "facts": facts},
     )
 
@@ -214,7 +214,7 @@ def serve(context: Context) -> Part:
     return Part(
         "serving",
         f"{TASK}, {found['clients']} clients, one of {found['texts']} real texts a request over HTTP, "
-        f"{len(next(iter(rates.values())))} rounds in turn, client and servers on the same {available_threads()} cores.",
+        f"{len(next(iter(rates.values())))} rounds in turn, client and servers on {available_threads()} cores.",
         answers=[
             (name, f"{share:.1%} of the answers are those of transformers FP32")
             for name, share in found["agreement"].items()
