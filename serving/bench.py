@@ -25,6 +25,7 @@ from typing import Any
 from bertship import artifacts
 from bertship.client import Client
 from bertship.errors import InputError, ServerUnavailable
+from bertship.progress import progress
 from bertship.triton_limits import FLUSH_S
 from serving.bench_report import lines, plot, to_csv, write_page
 from serving.environment import TritonEnvironment
@@ -126,7 +127,10 @@ def bench(
             f"the machine is busy (load {machine['load_at_start']:.1f} on {machine['cores']} cores): "
             "what else runs takes part of what is measured"
         )
-    with tempfile.TemporaryDirectory(prefix="bertship-bench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="bertship-bench-") as folder,
+        progress("bench", len(protocols) * len(loads), report) as advance,
+    ):
         analyzer = PerfAnalyzer(triton.perf_analyzer, addresses, task_name, Path(folder), entries)
         for protocol in protocols:
             for load in loads:
@@ -141,6 +145,7 @@ def bench(
                     f"{protocol}, {load}: {row['throughput_per_s']:.0f} texts/s, "
                     f"p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms, {row['mean_batch']:.1f} rows a batch"
                 )
+                advance(f"{protocol}, {load}")
     if server_pid:
         result["memory"] = memory_of(server_pid)
     artifacts.write_text(out / "bench.csv", to_csv(result["rows"]))
