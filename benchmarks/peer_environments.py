@@ -53,8 +53,10 @@ def install(name: str, report: Report, home: Path = HOME) -> Environment:
             for step in steps:
                 done = subprocess.run(step, stdout=file, stderr=subprocess.STDOUT, check=False)
                 if done.returncode:
-                    return Environment(name, python, reason(log), {})
+                    break
                 (folder / ".made").touch()
+        if done.returncode:
+            return Environment(name, python, reason(log), {})
         stamp.touch()
     return Environment(name, python, "", versions(python))
 

@@ -192,9 +192,7 @@ def compare_graphs(logits: dict[str, np.ndarray]) -> list[tuple[str, str]]:
         difference = float(np.abs(found - reference).max())
         same = float((found.argmax(1) == reference.argmax(1)).mean())
         if "fp32" in name and not difference <= SAME * max(1.0, float(np.abs(reference).max())):
-            raise CheckFailed(
-                f"{name} departs from optimum's FP32 graph by {difference:.2g}: the weights are not the same"
-            )
+            raise CheckFailed(f"{name} departs from optimum's FP32 graph by {difference:.2g}: not the same weights")
         if not same >= AGREE and name.startswith("ours"):
             raise CheckFailed(f"{name} decides as optimum's FP32 graph in {same:.1%} of the texts")
         said.append((name, f"largest difference {difference:.1e}, {same:.1%} of the decisions"))

@@ -211,7 +211,7 @@ def _read_bench(directory: Path) -> tuple[dict[str, Any], dict[str, float], dict
     metrics: dict[str, float] = {}
     curves: dict[Axes, dict[str, Curve]] = {}
     for row in result["rows"]:
-        load = f"{row['concurrency']} clients" if row["concurrency"] else f"{row['rate_per_s']:g}/s"
+        load = f"{row['concurrency']} at once" if row["concurrency"] else f"{row['rate_per_s']:g}/s"
         for name, unit in (("throughput_per_s", "texts/s"), ("p50_ms", "p50 ms"), ("p99_ms", "p99 ms")):
             metrics[f"{row['protocol']}, {load}: {unit}"] = row[name]
     for name, value in result["memory"].items():

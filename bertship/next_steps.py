@@ -79,7 +79,9 @@ def _finetune(directory: Path, files: Path) -> list[str]:
 def _export(directory: Path, files: Path) -> list[str]:
     task = Task.from_file(files / "task.json")
     runs = _runs(directory, "export", 1)
-    lines = [f"bertship parity {_quoted(directory)} --full", f"bertship bench-engine {_quoted(directory)}"]
+    given = _option(runs) if runs is not None else ""
+    place = _quoted(directory)
+    lines = [f"bertship parity {place} --full{given}", f"bertship bench-engine {place}{given}"]
     if runs is None:
         return lines
     named = f" --task {task_option(task)}"
@@ -103,8 +105,11 @@ def _bench(directory: Path, files: Path) -> list[str]:
 
 
 def _bench_engine(directory: Path, files: Path) -> list[str]:
-    again = f"bertship bench-engine {_quoted(Path(_read(files / 'engines.json')['export']['path']))}"
-    return _kept(directory, again) if _runs(directory, "bench-engine", 1) is not None else []
+    runs = _runs(directory, "bench-engine", 1)
+    if runs is None:
+        return []
+    export = Path(_read(files / "engines.json")["export"]["path"])
+    return _kept(directory, f"bertship bench-engine {_quoted(export)}{_option(runs)}")
 
 
 _STAGES: dict[str, Callable[[Path, Path], list[str]]] = {

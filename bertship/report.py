@@ -36,6 +36,7 @@ pre { border: 1px solid var(--line); padding: .6rem; overflow-x: auto; }
 # Colours that are told apart by most people with a colour vision deficiency (Okabe and Ito 2008), on white and black.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 _INK = "#123456"  # what the page's own colour replaces
+_FEW_POINTS = 20  # a curve of few has a mark at each
 _MOST_POINTS = 1000  # a curve's points beyond are thinned out: a page of a million updates stays small
 
 
@@ -158,7 +159,7 @@ def _draw(curves: Sequence[Curve], x: str, y: str, logarithmic: bool) -> str:
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         axes = figure.subplots()
         for number, (name, xs, ys) in enumerate(points):
-            marker = "o" if len(xs) == 1 else None
+            marker = "o" if len(xs) <= _FEW_POINTS else None
             axes.plot(xs, ys, label=name, color=_COLOURS[number % len(_COLOURS)], linewidth=1.3, marker=marker)
         axes.set_xlabel(x)
         axes.set_ylabel(y)

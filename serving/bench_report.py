@@ -193,13 +193,14 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
         if len(closed) > 1:
             most = max(row["throughput_per_s"] for row in closed)
             enough = next(row for row in closed if row["throughput_per_s"] * GAIN >= most)
-            said.append(
-                f"{protocol}: at most {most:,.0f} texts a second; {enough['concurrency']} clients reach that within "
-                f"{GAIN - 1:.0%}, {enough['throughput_per_s'] / closed[0]['throughput_per_s']:.1f} times what "
-                f"{closed[0]['concurrency']} "
-                + ("does" if closed[0]["concurrency"] == 1 else "do")
-                + f", at a median of {enough['p50_ms']:.2f} ms. More of them wait longer."
+            gain = enough["throughput_per_s"] / closed[0]["throughput_per_s"]
+            reached = (
+                f"{_load(enough)} reach that within {GAIN - 1:.0%}, {gain:.1f} times what {_load(closed[0])} does, at "
+                f"a median of {enough['p50_ms']:.2f} ms; more of them wait longer."
+                if enough is not closed[0]
+                else f"{_load(enough)} reaches that within {GAIN - 1:.0%}, and more of them wait longer."
             )
+            said.append(f"{protocol}: at most {most:,.0f} texts a second; {reached}")
         said += [
             f"{protocol}: of {row['rate_per_s']:g} requests asked for a second only {row['throughput_per_s']:.0f} were "
             "answered: more than this machine can do."

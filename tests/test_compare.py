@@ -98,7 +98,7 @@ def made(tmp_path, kind):
     if kind == "bench":
         other["rows"][1]["p50_ms"] = 3.0
         files = [measured(one, "bench.json", BENCH), measured(two, "bench.json", other)]
-        return files, "http, 2 clients: p50 ms", [6.0, 3.0], 2, "settings.seconds"
+        return files, "http, 2 at once: p50 ms", [6.0, 3.0], 2, "settings.seconds"
     other["rows"][1]["median_ms"] = 3.2
     files = [measured(one, "engines.json", ENGINES), measured(two, "engines.json", other)]
     return files, "onnxruntime int8, 1 x 64: median ms", [6.4, 3.2], 1, "settings.seconds"

@@ -106,7 +106,7 @@ def test_a_run_elsewhere_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (line,) = next_steps("finetune", run(Path("home/model"), "finetune"))
     assert str(parsed(line)["model_dir"]) == "home/model" and parsed(line)["task"] == "sst2"
-    assert next_steps("corpus", run(Path("home"), "corpus")) == []
+    assert next_steps("corpus", run(Path("elsewhere"), "corpus")) == []
 
 
 def test_while_it_is_being_made_a_run_has_its_name_already(tmp_path, monkeypatch):
