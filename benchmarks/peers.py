@@ -80,7 +80,7 @@ class Absent(Exception):
 def pretraining(context: Context) -> Part:
     """Both in one process of the peer's environment, rounds of two updates in turn (benchmarks/pretraining.py)."""
     python = context.need("transformers")
-    size = ["--model", "try", "--minutes", "0.1"] if context.quick else ["--model", "6x384", "--minutes", "12"]
+    size = ["--model", "try", "--minutes", "1"] if context.quick else ["--model", "6x384", "--minutes", "12"]
     corpus = ["--corpus", str(context.home / "corpus")]
     found = json.loads(run([python, "-m", "benchmarks.pretraining", *size, *corpus, "--json"]).splitlines()[-1])
     rates = found["tokens_per_s"]
