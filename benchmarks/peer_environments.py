@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "peers"
 CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
 NAMES = ("transformers", "optimum", "mlserver")
-TORCH = "torch==2.13.0"  # everywhere the same
 SHOWN = ("transformers", "torch", "optimum", "optimum-onnx", "onnxruntime", "fastapi", "uvicorn", "mlserver")
 Report = Callable[[str], None]
 
@@ -46,7 +45,8 @@ def install(name: str, report: Report, home: Path = HOME) -> Environment:
         steps = [] if (folder / ".made").is_file() else [[sys.executable, "-m", "venv", "--clear", str(folder)]]
         pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         index = ["--index-url", os.environ["TORCH_INDEX_URL"]] if os.environ.get("TORCH_INDEX_URL") else []
-        steps.append([*pip, *index, TORCH])
+        torch = next(line for line in requirements.read_text(encoding="utf-8").split() if line.startswith("torch=="))
+        steps.append([*pip, *index, torch])
         ours = ["-c", str(CONSTRAINTS), *stage_requirements()] if name == "transformers" else []
         steps.append([*pip, *ours, "-r", str(requirements)])
         with log.open("w", encoding="utf-8") as file:

@@ -55,11 +55,10 @@ class Part:
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def conclusions(self) -> list[str]:
-        """What is missing first, then the ratios in words."""
+    def missing(self) -> list[str]:
+        """What is not there, and why."""
         said = [f"{self.name}: not measured, {self.failed}"] if self.failed else []
-        said += [f"{self.name}: without a peer, {line}" for line in self.absent]
-        return said + [f"{self.name}: {ratio.sentence()}" for ratio in self.ratios]
+        return said + [f"{self.name}: without a peer, {line}" for line in self.absent]
 
 
 def write(result: Mapping[str, Any], parts: Sequence[Part], home: Path) -> None:
@@ -71,7 +70,7 @@ def write(result: Mapping[str, Any], parts: Sequence[Part], home: Path) -> None:
 
 def page(result: Mapping[str, Any], parts: Sequence[Part]) -> Report:
     made = Report("bertship beside its peers", _what(result))
-    made.text("Conclusions", *_warnings(result), *(line for part in parts for line in part.conclusions()))
+    made.text("Conclusions", *_warnings(result), *_conclusions(result, parts))
     made.bars(
         "Ratios",
         [(f"{part.name}: {r.ours} / {r.peer}, {r.what}", r.median) for part in parts for r in part.ratios],
@@ -93,7 +92,7 @@ def page(result: Mapping[str, Any], parts: Sequence[Part]) -> Report:
 def markdown(result: Mapping[str, Any], parts: Sequence[Part]) -> str:
     lines = ["# bertship beside its peers", "", _what(result), ""]
     lines += [f"**{line}**\n" for line in _warnings(result)]
-    lines += [f"- {line}" for part in parts for line in part.conclusions()]
+    lines += [f"- {line}" for line in _conclusions(result, parts)]
     lines += ["", "## Ratios", "", *_table(_RATIO_HEAD, [row for part in parts for row in _ratio_rows(part)])]
     for part in parts:
         if part.what:
@@ -121,6 +120,12 @@ def _what(result: Mapping[str, Any]) -> str:
         f"Training, export and serving with the same weights, texts and threads, in turns, on {machine['cores']} cores "
         f"of {machine['processor']}, {machine['measured']}."
     )
+
+
+def _conclusions(result: Mapping[str, Any], parts: Sequence[Part]) -> list[str]:
+    """What is missing first, then the ratios in words, unless they mean nothing."""
+    ratios = [f"{part.name}: {ratio.sentence()}" for part in parts for ratio in part.ratios]
+    return [line for part in parts for line in part.missing()] + ([] if result["quick"] else ratios)
 
 
 def _warnings(result: Mapping[str, Any]) -> list[str]:

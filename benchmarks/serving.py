@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -492,8 +493,9 @@ def started(command: Sequence[str], variables: dict[str, str], url: str, ready: 
                     break
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
-                    last = [line.strip() for line in log if line.strip()][-1:] or ["it said nothing"]
-                    raise CheckFailed(f"{name} did not start: {last[0]}")
+                    said = [line.strip() for line in log if line.strip()] or ["it said nothing"]
+                    errors = [line for line in said if re.match(r"[\w.]*(?:Error|Exception)\b", line)]
+                    raise CheckFailed(f"{name} did not start: {(errors or said)[-1]}")
                 time.sleep(0.2)
             yield url
         finally:
