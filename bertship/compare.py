@@ -7,6 +7,7 @@ A run's kind is what its directory holds: `bench.json`, `engines.json`, or the s
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +124,7 @@ def page(runs: Sequence[Run]) -> Report:
         ]
         made.curves(axes[0], drawn, axes[1], axes[2])
     made.table("Settings that are the same", ("", ""), [[name, _shown(v[0])] for name, v in _settings(runs, False)])
-    made.command("Reproduce", f"bertship compare {' '.join(str(run.directory) for run in runs)}")
+    made.command("Reproduce", f"bertship compare {shlex.join(str(run.directory) for run in runs)}")
     return made
 
 

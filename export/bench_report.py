@@ -1,6 +1,7 @@
 """What `bertship bench-engine` found, as lines of text, a CSV file, a picture and a page."""
 
 import csv
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,11 +137,9 @@ def write_page(result: Mapping[str, Any], directory: Path) -> None:
         f"--{option} {','.join(map(str, dict.fromkeys(row[option] for row in result['rows'])))}"
         for option in ("batch", "length")
     ]
-    page.command(
-        "Reproduce",
-        f"bertship bench-engine {result['export']['path']} {' '.join(shapes)} --seconds {settings['seconds']:g} "
-        f"--threads {machine['threads']}",
-    )
+    export, seconds = shlex.quote(result["export"]["path"]), f"--seconds {settings['seconds']:g}"
+    threads = f"--threads {machine['threads']}"
+    page.command("Reproduce", " ".join(["bertship bench-engine", export, *shapes, seconds, threads]))
     page.command("Next", *next_steps("bench-engine", directory))
     page.write(directory / "report.html")
 

@@ -71,7 +71,7 @@ def test_every_engine_is_measured_at_every_batch_and_length(export, measured):
     }
 
 
-def test_files_say_what_was_measured_and_where(measured):
+def test_files_say_what_was_measured_and_where(export, measured):
     result, out, _ = measured
     assert json.loads((out / "engines.json").read_text("utf-8")) == json.loads(json.dumps(result))
     with (out / "engines.csv").open(encoding="utf-8", newline="") as file:
