@@ -123,6 +123,17 @@ def test_every_kind_side_by_side(bertship, tmp_path, kind):
     assert not re.search(r'(?:src|href)="http', text)
 
 
+@pytest.mark.parametrize("kind", ["corpus", "sweep", "evaluate", "a-stage-to-come"])
+def test_a_kind_without_curves_has_settings_and_metrics(tmp_path, kind):
+    folders = [
+        stage(tmp_path / str(n), kind, {"seed": n}, {"documents": 10 + n, "deep": {"share": 0.5}}) for n in (1, 2)
+    ]
+    found = as_dict(compare(folders))
+    assert found["kind"] == kind and found["differing_settings"] == {"seed": [1, 2]}
+    assert found["metrics"]["documents"] == {"values": [11, 12], "differences": [1]}
+    assert found["metrics"]["deep.share"]["differences"] == [0]
+
+
 def test_curves_of_all_runs_are_in_one_chart(tmp_path):
     runs = compare([finetune(tmp_path / "one", 1, 0.5), finetune(tmp_path / "two", 2, 0.6)])
     chart = page(runs).html().partition("<h2>Loss in training</h2>")[2].partition("</figure>")[0]
