@@ -126,7 +126,7 @@ def _kept(directory: Path, again: str) -> list[str]:
     """A measurement is replaced by the next one: keep it, change something, measure again, compare."""
     kept = _quoted(directory.with_name(f"{directory.name}.before"))
     return [
-        f"cp -r {_quoted(directory)} {kept}",
+        f"cp -rT {_quoted(directory)} {kept}",
         f"{again}    # after a change",
         f"bertship compare {kept} {_quoted(directory)}",
     ]
