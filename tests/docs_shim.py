@@ -1,10 +1,11 @@
 """`bertship` for the commands of the documentation: the same program, its trainings and measurements made short.
 
 Fields that a page sets itself, or that would take minutes, are set again behind the page's own options, where the last
-one counts. A server takes free ports, and commands that would ask the usual address ask the server of these runs.
+one counts. A server takes free ports, and commands that would ask the usual address ask the server of these runs, else the tests' own.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -28,7 +29,8 @@ if __name__ == "__main__":
         more = []
     if "--init" not in sys.argv and command == "finetune":
         more += ["--init", "start"]
-    if command in ("health", "ask") and STATE.is_file():
-        more += ["--url", json.loads(STATE.read_text(encoding="utf-8"))["http_url"]]
+    if command in ("health", "ask"):
+        own = json.loads(STATE.read_text(encoding="utf-8")) if STATE.is_file() else {}
+        more += ["--url", own.get("http_url", os.environ["SERVER_URL"])]
     sys.argv += more
     main()

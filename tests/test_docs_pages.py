@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,11 @@ from pathlib import Path
 import pytest
 from test_docs import DOCS, PAGES, ROOT, SHELL, Block, blocks, clone, environment, until_it_serves  # noqa: F401
 
+from bertship.config import EncoderConfig, read_encoder_config
 from bertship.tasks import TASKS
+from bertship.tokenization import Tokenizer
+from train.checkpoint import save_model
+from train.heads import PretrainingModel
 
 # pages that are run elsewhere, whole
 RUN_BY = {
@@ -62,7 +67,11 @@ def statements(block: Block) -> list[str]:
     waiting = ""
     for line in block.code.splitlines():
         waiting = f"{waiting}\n{line}" if waiting else line
-        if not waiting.strip() or waiting.endswith("\\") or waiting.count("'") % 2:
+        try:
+            shlex.split(waiting, comments=True)
+        except ValueError:  # within quotes
+            continue
+        if not waiting.strip() or waiting.endswith("\\"):
             continue
         if not waiting.lstrip().startswith("#"):
             found.append(waiting)
@@ -92,8 +101,8 @@ def test_every_page_is_run_or_says_why_not():
 
 
 def test_statements_are_found():
-    code = "a 'b\nc' # d\n# a remark\n\nmake x \\\n  Y=1\nlast\n"
-    assert statements(Block("x.md", "bash", "", code, 1)) == ["a 'b\nc' # d", "make x \\\n  Y=1", "last"]
+    code = "a 'b\nc' # d's\n# a remark\n\nmake x \\\n  Y=1\nlast\n"
+    assert statements(Block("x.md", "bash", "", code, 1)) == ["a 'b\nc' # d's", "make x \\\n  Y=1", "last"]
 
 
 @pytest.fixture
@@ -111,7 +120,10 @@ def place(clone, environment, line, warm_start, data):  # noqa: F811
 
         packed = zstandard.ZstdCompressor().compress((clone / "documents.jsonl").read_bytes())
         (clone / "wiki" / "a.jsonl.zst").write_bytes(packed)
-    shutil.copytree(warm_start, clone / "start")
+    tokenizer = Tokenizer.from_dir(warm_start)
+    sizes = read_encoder_config(warm_start).model_dump() | {"num_hidden_layers": 4}  # concat_last_four wants four
+    (clone / "start").mkdir()
+    save_model(PretrainingModel(EncoderConfig(**sizes)), tokenizer, clone / "start")
     shutil.copytree(warm_start, clone / "path" / "to" / "bert")
     for folder in ("finetune/sst2", "finetune/mnli", "finetune/squad", "export/sst2", "export/squad"):
         shutil.copytree(line.runs / folder, clone / "runs" / folder)
@@ -144,7 +156,7 @@ def place(clone, environment, line, warm_start, data):  # noqa: F811
     short.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT / "tests" / "docs_shim.py"}" "$@"\n')
     short.chmod(0o755)
     variables = {**variables, "PATH": f"{clone / 'bin'}{os.pathsep}{variables['PATH']}", "PYTHONPATH": str(clone)}
-    variables["SHORT"] = str(short)
+    variables |= {"SHORT": str(short), "SERVER_URL": line.server.http_url}
     del variables["INIT"]  # pre-training would go on from it; fine-tuning is given `start` by the shim
     return clone, variables, line
 
@@ -155,8 +167,12 @@ MAKE = SHELL.replace("command make", 'command make BERTSHIP="$SHORT"')
 def test_commands_and_programs_of_the_pages(place):
     home, variables, line = place
     failed = []
+    subprocess.run([home / "bin" / "bertship", "repository"], cwd=home, env=variables, check=True, capture_output=True)
     try:
         for page in HERE:
+            subprocess.run(
+                [home / "bin" / "bertship", "stop"], cwd=home, env=variables, check=True, capture_output=True
+            )
             for block in programs(page):
                 for statement in statements(block):
                     if not needs(statement):
