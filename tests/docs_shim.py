@@ -1,7 +1,8 @@
 """`bertship` for the commands of the documentation: the same program, its trainings and measurements made short.
 
 Fields that a page sets itself, or that would take minutes, are set again behind the page's own options, where the last
-one counts. A server takes free ports, and commands that would ask the usual address ask the server of these runs, else the tests' own.
+one counts. A server takes free ports, and commands that would ask the usual address ask the server of these runs, else
+the tests' own.
 """
 
 import json
