@@ -23,6 +23,7 @@ METRICS_PORT ?= 8002
 PLAYGROUND_PORT ?= 8003
 REPOSITORY ?= model_repository
 CONTAINER ?=
+QUICK ?=
 PYTHON ?= python3
 # a CPU-only machine can be spared the CUDA libraries by PyTorch's own index of CPU wheels (see pytorch.org)
 TORCH_INDEX_URL ?=
@@ -50,7 +51,7 @@ export ASK_QUESTION := $(value QUESTION)
 export ASK_CONTEXT := $(value CONTEXT)
 given = $(if $(filter command environment,$(firstword $(origin $(1)))),--$(2) "$$ASK_$(1)")
 
-.PHONY: help setup demo test lint corpus pretrain ablation finetune evaluate export repository serve stop ask bench playground plan gpu-check docs clean
+.PHONY: help setup demo test lint corpus pretrain ablation finetune evaluate export repository serve stop ask bench bench-peers playground plan gpu-check docs clean
 
 help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
@@ -129,6 +130,9 @@ ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
 
 bench: setup ## Load TASK with perf_analyzer on real texts
 	@$(BERTSHIP) bench --task $(call quoted,$(TASK)) --repository $(call quoted,$(REPOSITORY)) --bring
+
+bench-peers: setup ## Beside transformers, optimum, FastAPI, MLServer: one page; an hour (QUICK=1: a trial)
+	@.venv/bin/python -m benchmarks.peers $(if $(QUICK),--quick)
 
 # CONTAINER= names the image of NVIDIA's to run in; without it, TensorRT and the GPU are those of this machine
 plan: $(if $(CONTAINER),,$(RUN_STAMP)) ## TASK's TensorRT plan, on the GPU's machine (CONTAINER=image)

@@ -10,8 +10,10 @@ Each takes less than five minutes and writes into benchmarks/results/serving.jso
 `peers` the fine-tuned models); `--quick` only tries whether everything works. Measure on a machine that does nothing
 else: the client always shares its cores, as everywhere here.
 
-The peers are (a) a repository in transformer-deploy's manner on the same Triton, FP32, each request by itself, and (b)
-`transformers` behind FastAPI (benchmarks/requirements-serving.txt), FP32 and BF16. Both may use all cores.
+The peers are (a) a repository in transformer-deploy's manner on the same Triton, FP32, each request by itself, (b)
+`transformers` behind FastAPI, FP32 and BF16, and (c) MLServer with its Hugging Face runtime, on PyTorch and through
+optimum on ONNX Runtime. All may use all cores. `python -m benchmarks.peers --install` makes the environments of (b) and
+(c); where (c) is missing or does not start, the result says so.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -50,6 +53,8 @@ from serving.server import TritonServer
 
 ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).parent / "serving_peers"
+ENVIRONMENTS = ROOT / "build" / "peers"  # made by benchmarks/peers.py
+START_S = 180
 ANY_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
 LIMIT_S = 270  # a part takes at most so long
 
@@ -259,7 +264,11 @@ class System:
 def peers(
     runs: Path, home: Path, quick: bool, task_name: str, precisions: Sequence[str], clients: int
 ) -> dict[str, Any]:
-    """Requests a second of all systems, in rounds that alternate; before that, whether they answer the same."""
+    """Requests a second of all systems, in rounds that alternate; before that, whether they answer the same.
+
+    "absent" has the reasons of the peers that are not there; without (b), by whose answers all are judged, there is no
+    comparison: CheckFailed.
+    """
     export, run = runs / "export" / task_name, runs / "finetune" / task_name / "default"
     task = Task.from_file(export / "task.json")
     names = task.behaviour.inputs
@@ -279,8 +288,16 @@ def peers(
             dataclasses.replace(ours("(a) triton, unbatched fp32", peer, task), path="/v2/models/peer/infer")
         )
         for dtype in ("float32", "bfloat16"):
-            url = stack.enter_context(fastapi_peer(home, run / "model", task, dtype))
+            url = stack.enter_context(fastapi_peer(run / "model", task, dtype))
             systems.append(System(f"(b) fastapi {dtype}", url, "/ask", json.dumps, lambda r: (r["answer"], r["score"])))
+        absent = {}
+        for name, optimum in (("(c) mlserver float32", False), ("(c) mlserver optimum float32", True)):
+            try:
+                url = stack.enter_context(mlserver_peer(home / f"mlserver-{optimum}", run / "model", task, optimum))
+                systems.append(System(name, url, "/v2/models/peer/infer", mlserver_body, mlserver_answer))
+            except CheckFailed as error:
+                absent[name] = str(error)
+                say(f"{name} is left out: {error}")
         agreement = compare(systems, columns[: 20 if quick else 100], "span" if len(names) > 1 else task.kind)
         rounds, seconds = (1, 1.0) if quick else (4, 8.0)
         rates: dict[str, list[float]] = {system.name: [] for system in systems}
@@ -300,6 +317,7 @@ def peers(
         "task": task_name,
         "clients": clients,
         "texts": len(columns),
+        "absent": absent,
         "agreement": agreement,
         "requests_per_s": {name: [round(v, 2) for v in values] for name, values in rates.items()},
         "p50_ms": {name: [round(v, 2) for v in values] for name, values in p50s.items()},
@@ -398,12 +416,13 @@ def served_folder(repository: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def fastapi_peer(home: Path, model: Path, task: Task, dtype: str) -> Iterator[str]:
-    if not (home / "peers" / "fastapi").is_dir():
-        raise SystemExit(f"benchmarks/requirements-serving.txt says how to make {home / 'peers'}")
+def fastapi_peer(model: Path, task: Task, dtype: str) -> Iterator[str]:
+    python = ENVIRONMENTS / "transformers" / "bin" / "python"
+    if not python.is_file():
+        raise CheckFailed(f"no {python}: `python -m benchmarks.peers --install` makes it")
     kind = "span" if task.behaviour.row_tensors else "sentence"
     variables = {
-        "PYTHONPATH": f"{home / 'peers'}:{PEERS}",
+        "PYTHONPATH": str(PEERS),
         "MODEL": str(model),
         "KIND": kind,
         "DTYPE": dtype,
@@ -412,22 +431,76 @@ def fastapi_peer(home: Path, model: Path, task: Task, dtype: str) -> Iterator[st
         "TOKENIZERS_PARALLELISM": "false",
     }
     port = free_port()
-    command = [sys.executable, "-m", "uvicorn", "fastapi_app:app", "--port", str(port), "--log-level", "warning"]
-    process = subprocess.Popen(command, env=os.environ | variables)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{url}/ready", timeout=2).read()
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the FastAPI peer did not start")
-            time.sleep(0.2)
+    command = [str(python), "-m", "uvicorn", "fastapi_app:app", "--port", str(port), "--log-level", "warning"]
+    with started(command, variables, f"http://127.0.0.1:{port}", "/ready", "FastAPI") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait()
+
+
+@contextlib.contextmanager
+def mlserver_peer(folder: Path, model: Path, task: Task, optimum: bool) -> Iterator[str]:
+    """MLServer with its own Hugging Face runtime, in one process; `optimum` lets it convert to ONNX as it loads."""
+    python = ENVIRONMENTS / "mlserver" / "bin" / "python"
+    if not python.is_file():
+        raise CheckFailed(f"no {python}: `python -m benchmarks.peers --install` makes it")
+    if task.kind != "sentence":
+        raise CheckFailed(f"its text-classification pipeline takes one text a request, {task.name} is of {task.kind}")
+    extra = {
+        "task": "text-classification",
+        "pretrained_model": str(model),
+        "pretrained_tokenizer": str(model),
+        "optimum_model": optimum,
+    }
+    settings = {
+        "name": "peer",
+        "implementation": "mlserver_huggingface.HuggingFaceRuntime",
+        "parameters": {"extra": extra},
+    }
+    port, grpc_port, metrics_port = free_port(), free_port(), free_port()
+    ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": metrics_port}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model-settings.json").write_text(json.dumps(settings))
+    (folder / "settings.json").write_text(json.dumps({**ports, "host": "127.0.0.1", "parallel_workers": 0}))
+    variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [str(python.with_name("mlserver")), "start", str(folder)]
+    with started(command, variables, f"http://127.0.0.1:{port}", "/v2/models/peer/ready", "MLServer") as url:
+        yield url
+
+
+def mlserver_body(columns: dict[str, str]) -> str:
+    (text,) = columns.values()
+    parameters = {"content_type": "str"}
+    tensor = {"name": "args", "shape": [1], "datatype": "BYTES", "parameters": parameters, "data": [text]}
+    return json.dumps({"inputs": [tensor]})
+
+
+def mlserver_answer(reply: dict[str, Any]) -> tuple[str, float]:
+    found = json.loads(reply["outputs"][0]["data"][0])
+    found = found[0] if isinstance(found, list) else found
+    return found["label"], found["score"]
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], variables: dict[str, str], url: str, ready: str, name: str) -> Iterator[str]:
+    """A server of a peer's for the block's time. Raises CheckFailed with its last line where it does not start."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + START_S
+            while True:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(url + ready, timeout=2).read()
+                    break
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    said = [line.strip() for line in log if line.strip()] or ["it said nothing"]
+                    errors = [line for line in said if re.match(r"[\w.]*(?:Error|Exception)\b", line)]
+                    raise CheckFailed(f"{name} did not start: {(errors or said)[-1]}")
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def free_port() -> int:

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -62,6 +63,12 @@ def publish(target: Path) -> Iterator[Path]:
         if replaced.exists() and not target.exists():  # stopped between the two renames
             replaced.rename(target)
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def published(staging: Path) -> Path:
+    """Where a staging directory of `publish` will be; any other directory is where it is."""
+    name = re.fullmatch(r"\.(.+)\.partial-\d+", staging.name)
+    return staging.with_name(name[1]) if name else staging
 
 
 def _disk_is_full(error: Exception) -> bool:

@@ -41,6 +41,7 @@ for _command in (
     serving.ask,
     serving.bench,
     tools.playground,
+    tools.compare,
     tools.doctor,
 ):
     app.command()(_command)

@@ -5,7 +5,9 @@ subset of the fields.
 """
 
 import json
+import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,13 +162,29 @@ class FinetuneConfig(_Strict):
         return self
 
 
-def parse(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:
-    """Validate `values`; the first fault becomes one line that names the field, the place and the value seen."""
+def parse(
+    model: type[BaseModel],
+    values: dict[str, Any],
+    where: str,
+    *,
+    file: Path | None = None,
+    table: str = "",
+    over: Mapping[str, Any] | None = None,
+) -> Any:
+    """Validate `values`; the first fault becomes one line that names the field, the place and the value seen.
+
+    With the `file` and the `table` in it that they are from, the place has the line's number; fields that `over` has
+    are from elsewhere, such as --set.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as error:
         fault = error.errors()[0]
         field = ".".join(str(part) for part in fault["loc"])
+        name = str(fault["loc"][0]) if fault["loc"] else ""
+        if file is not None and name and name not in (over or {}):
+            line = line_of(file, f"{table}.{name}" if table else name)
+            where = f"{where}, line {line}" if line else where
         if fault["type"] == "extra_forbidden":
             reason = f"unknown field {field}; known fields: {', '.join(model.model_fields)}"
         elif field:
@@ -176,6 +194,46 @@ def parse(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:
         raise InputError(f"{where}: {reason}") from None
 
 
+def line_of(file: Path, name: str) -> int | None:
+    """The line, from 1, of a TOML or JSON file that sets `name` (`table.field` or `field`), or begins the table `name`.
+
+    None where the file is not there or no line does.
+    """
+    table, _, field = name.rpartition(".")
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if file.suffix == ".json":
+        found = (i for i, line in enumerate(lines, 1) if re.search(rf'"{re.escape(field)}"\s*:', line))
+        return next(found, None)
+    inside = ""
+    for number, line in enumerate(lines, 1):
+        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):
+            inside = header[1].replace('"', "")
+            if inside == name:
+                return number
+        elif key := re.match(r"""\s*["']?([\w.-]+)["']?\s*=""", line):
+            full = f"{inside}.{key[1]}" if inside else key[1]
+            # a table in one line: files = { format = "csv" }
+            inline = full == table and re.search(rf"\b{re.escape(field)}\s*=", line[key.end() :])
+            if full == name or inline:
+                return number
+    return None
+
+
+def preset_path(name_or_path: str) -> Path:
+    """Where a preset's tables are. Raises InputError for a name that is none."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        return path
+    if name_or_path not in preset_names():
+        raise InputError(
+            f"unknown preset {name_or_path!r}; presets are {', '.join(preset_names())}, or give a .toml file"
+        )
+    return PRESETS / f"{name_or_path}.toml"
+
+
 def preset_names() -> list[str]:
     """Presets from the smallest to the largest."""
     return ["tiny", "mini", "small", "medium", "base", "large"]
@@ -183,14 +241,7 @@ def preset_names() -> list[str]:
 
 def load_preset(name_or_path: str) -> dict[str, dict[str, Any]]:
     """Tables of a preset by name, or of a TOML file by path. Raises InputError."""
-    path = Path(name_or_path)
-    if path.suffix != ".toml":
-        if name_or_path not in preset_names():
-            raise InputError(
-                f"unknown preset {name_or_path!r}; presets are {', '.join(preset_names())}, or give a .toml file"
-            )
-        path = PRESETS / f"{name_or_path}.toml"
-    return read_toml(path)
+    return read_toml(preset_path(name_or_path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -223,4 +274,4 @@ def read_encoder_config(model_dir: Path) -> EncoderConfig:
             "BERT's learned absolute positions are"
         )
     known = {name: values[name] for name in EncoderConfig.model_fields if values.get(name) is not None}
-    return parse(EncoderConfig, known, str(path))
+    return parse(EncoderConfig, known, str(path), file=path)

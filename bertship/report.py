@@ -28,11 +28,15 @@ th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0; t
 td.number, th.number { text-align: right; }
 figure { margin: 1rem 0; } figcaption, .dim { color: var(--dim); }
 svg { width: 100%; height: auto; }
+table.bars td:last-child { width: 16rem; padding-right: 0; }
+table.bars i { display: block; height: .7rem; background: #0072b2; min-width: 1px; }
+table.bars i.over { background: #d55e00; }
 pre { border: 1px solid var(--line); padding: .6rem; overflow-x: auto; }
 """
 # Colours that are told apart by most people with a colour vision deficiency (Okabe and Ito 2008), on white and black.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 _INK = "#123456"  # what the page's own colour replaces
+_FEW_POINTS = 20  # a curve of few has a mark at each
 _MOST_POINTS = 1000  # a curve's points beyond are thinned out: a page of a million updates stays small
 
 
@@ -77,9 +81,28 @@ class Report:
             self._parts.append(f"{_heading(heading)}<figure>{drawn}</figure>")
         return self
 
+    def bars(
+        self, heading: str, bars: Sequence[tuple[str, float]], full: float | None = None, note: str = ""
+    ) -> "Report":
+        """A heading and horizontal bars of values not below 0; nothing where there is none.
+
+        A bar as wide as the column is `full`, by default the largest value; bars beyond it have another colour.
+        """
+        if bars:
+            widest = full or max(value for _, value in bars) or 1.0
+            body = "".join(
+                f'<tr><td>{html.escape(name)}</td>{_cell(float(value))}<td><i style="width: '
+                f'{min(100 * value / widest, 100):.1f}%"{" class=over" if value > widest else ""}></i></td></tr>'
+                for name, value in bars
+            )
+            noted = f'<p class="dim">{html.escape(note)}</p>' if note else ""
+            self._parts.append(f'{_heading(heading)}<table class="bars">{body}</table>{noted}')
+        return self
+
     def command(self, heading: str, *lines: str) -> "Report":
-        """A heading and lines for a shell."""
-        self._parts.append(f"{_heading(heading)}<pre>{html.escape(chr(10).join(lines))}</pre>")
+        """A heading and lines for a shell; nothing where there is none."""
+        if lines:
+            self._parts.append(f"{_heading(heading)}<pre>{html.escape(chr(10).join(lines))}</pre>")
         return self
 
     def html(self) -> str:
@@ -136,7 +159,7 @@ def _draw(curves: Sequence[Curve], x: str, y: str, logarithmic: bool) -> str:
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         axes = figure.subplots()
         for number, (name, xs, ys) in enumerate(points):
-            marker = "o" if len(xs) == 1 else None
+            marker = "o" if len(xs) <= _FEW_POINTS else None
             axes.plot(xs, ys, label=name, color=_COLOURS[number % len(_COLOURS)], linewidth=1.3, marker=marker)
         axes.set_xlabel(x)
         axes.set_ylabel(y)

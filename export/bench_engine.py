@@ -25,10 +25,11 @@ from bertship.artifacts import check_files, publish, read_manifest, versions
 from bertship.console import read_samples
 from bertship.errors import InputError
 from bertship.pipeline import encode
+from bertship.progress import progress
 from bertship.runners import available_threads
 from bertship.tasks.base import Task
 from bertship.tokenization import Row, Tokenizer, pad
-from export.bench_report import draw, write_csv
+from export.bench_report import draw, write_csv, write_page
 from export.engines import Engine, Work, find_engines, max_positions, work_of
 
 Report = Callable[[str], None]
@@ -91,14 +92,14 @@ def bench_engines(
             report(f"{engine.name}: large products at {ceilings[engine.name] / 1e9:.0f} G operations/s")
         result["ceilings_gops"] = {name: round(value / 1e9, 1) for name, value in ceilings.items()}
         result["rows"] = []
-        for length in lengths:
-            for batch in batches:
-                cell = _cell(engines, _rows_of(rows, batch, length), work_of(graph), ceilings, seconds)
-                result["rows"] += [{"batch": batch, "length": length, **line} for line in cell]
-                report(
-                    f"{batch} x {length}: "
-                    + ", ".join(f"{line['runner']} {line['precision']} {line['median_ms']:.1f} ms" for line in cell)
-                )
+        with progress("bench-engine", len(lengths) * len(batches), report) as advance:
+            for length in lengths:
+                for batch in batches:
+                    cell = _cell(engines, _rows_of(rows, batch, length), work_of(graph), ceilings, seconds)
+                    result["rows"] += [{"batch": batch, "length": length, **line} for line in cell]
+                    medians = (f"{line['runner']} {line['precision']} {line['median_ms']:.1f} ms" for line in cell)
+                    report(f"{batch} x {length}: {', '.join(medians)}")
+                    advance(f"{batch} x {length}")
         result["mixed"] = _mixed(engines, rows, tokenizer.pad_id, report) if mixed else []
     finally:
         for engine in engines:
@@ -109,6 +110,7 @@ def bench_engines(
         if result["mixed"]:
             write_csv(result["mixed"], staging / "mixed.csv")
         draw(result, staging / "engines.png")
+        write_page(result, staging)
     return result
 
 
@@ -208,29 +210,37 @@ def _run_all(engine: Engine, batches: Sequence[dict[str, np.ndarray]]) -> None:
 
 def _mixed(engines: Sequence[Engine], rows: Sequence[Row], pad_id: int, report: Report) -> list[dict[str, Any]]:
     """The task's own texts: rows as the engine serves them against padded batches, in turns."""
+    with progress("own texts", len(engines), report) as advance:
+        found = []
+        for engine in engines:
+            found += _mixed_of(engine, rows, pad_id, report)
+            advance(engine.name)
+    return found
+
+
+def _mixed_of(engine: Engine, rows: Sequence[Row], pad_id: int, report: Report) -> list[dict[str, Any]]:
     tokens = sum(map(len, rows))
     found = []
-    for engine in engines:
-        ways: dict[str, Callable[[], Any]] = {}
-        if engine.runner == "onnxruntime":
-            ways["unpadded rows, one a thread"] = partial(engine.run, rows)
-        for size in PADDED_BATCHES:
-            for order, ordered in (("as they come", rows), ("sorted by length", sorted(rows, key=len))):
-                feeds = [pad(ordered[i : i + size], pad_id) for i in range(0, len(rows), size)]
-                ways[f"padded batches of {size}, {order}"] = partial(_run_all, engine, feeds)
-        times = take_turns(list(ways.values()), 0, MIXED_CALLS)
-        for way, spent in zip(ways, times, strict=True):
-            found.append(
-                {
-                    "runner": engine.runner,
-                    "precision": engine.precision,
-                    "way": way,
-                    "texts": len(rows),
-                    "mean_tokens": round(tokens / len(rows), 1),
-                    "ms_per_text": round(statistics.median(spent) / len(rows) * 1e3, 3),
-                    "tokens_per_s": round(tokens / statistics.median(spent), 1),
-                    "to_first": round(paired_ratio(spent, times[0]), 3),
-                }
-            )
-            report(f"{engine.name}, {way}: {found[-1]['ms_per_text']:.2f} ms a text")
+    ways: dict[str, Callable[[], Any]] = {}
+    if engine.runner == "onnxruntime":
+        ways["unpadded rows, one a thread"] = partial(engine.run, rows)
+    for size in PADDED_BATCHES:
+        for order, ordered in (("as they come", rows), ("sorted by length", sorted(rows, key=len))):
+            feeds = [pad(ordered[i : i + size], pad_id) for i in range(0, len(rows), size)]
+            ways[f"padded batches of {size}, {order}"] = partial(_run_all, engine, feeds)
+    times = take_turns(list(ways.values()), 0, MIXED_CALLS)
+    for way, spent in zip(ways, times, strict=True):
+        found.append(
+            {
+                "runner": engine.runner,
+                "precision": engine.precision,
+                "way": way,
+                "texts": len(rows),
+                "mean_tokens": round(tokens / len(rows), 1),
+                "ms_per_text": round(statistics.median(spent) / len(rows) * 1e3, 3),
+                "tokens_per_s": round(tokens / statistics.median(spent), 1),
+                "to_first": round(paired_ratio(spent, times[0]), 3),
+            }
+        )
+        report(f"{engine.name}, {way}: {found[-1]['ms_per_text']:.2f} ms a text")
     return found

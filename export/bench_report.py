@@ -1,9 +1,13 @@
-"""What `bertship bench-engine` found, as lines of text, a CSV file and a picture."""
+"""What `bertship bench-engine` found, as lines of text, a CSV file, a picture and a page."""
 
 import csv
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from bertship.next_steps import next_steps
+from bertship.report import Curve, Report
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
@@ -80,3 +84,87 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     machine = result["machine"]
     figure.suptitle(f"{result['task']}: {machine['threads']} threads, {machine['cpu']}", fontsize=10)
     figure.savefig(path, dpi=130)
+
+
+def write_page(result: Mapping[str, Any], directory: Path) -> None:
+    """Write `report.html` into the run's directory, which holds `engines.json` already."""
+    machine, settings = result["machine"], result["settings"]
+    names = list(result["ceilings_gops"])
+    cells = [(row["batch"], row["length"], f"{row['runner']} {row['precision']}", row) for row in result["rows"]]
+    page = Report(
+        f"{result['task']}: engines measured",
+        f"{', '.join(names)} of {result['export']['path']}, rows in, logits out, with {machine['threads']} threads on "
+        f"{machine['cores']} cores of {machine['cpu']}.",
+    )
+    page.text("Conclusions", *conclusions(result))
+    for batch in dict.fromkeys(row["batch"] for row in result["rows"]):
+        curves = []
+        for name in names:
+            own = [row for b, _, n, row in cells if (b, n) == (batch, name)]
+            curves.append(Curve(name, [r["length"] for r in own], [r["tokens_per_s"] for r in own]))
+        heading = "One row at a time" if batch == 1 else f"Batches of {batch} rows"
+        page.curves(heading, curves, "tokens a row", "tokens/s")
+    columns = ("runs", "median_ms", "p99_ms", "tokens_per_s", "share_of_ceiling", "to_onnxruntime_fp32")
+    page.table(
+        "All",
+        (
+            "rows",
+            "tokens",
+            "engine",
+            "runs",
+            "median ms",
+            "p99 ms",
+            "tokens/s",
+            "of the ceiling",
+            "/ ONNX Runtime FP32",
+        ),
+        [
+            (batch, length, name, *("" if row[column] is None else row[column] for column in columns))
+            for batch, length, name, row in cells
+        ],
+        "The ceiling is a large matrix product in the same precision; the last column is the median of the ratios of "
+        "runs that came one after the other.",
+    )
+    page.bars(
+        "The task's own texts, milliseconds a text",
+        [(f"{row['runner']} {row['precision']}, {row['way']}", row["ms_per_text"]) for row in result["mixed"]],
+    )
+    page.facts("Ceilings, G operations/s", result["ceilings_gops"])
+    page.facts("Settings", {**settings, "export": result["export"]})
+    page.facts("Machine", machine)
+    page.facts("Versions", result["versions"])
+    shapes = [
+        f"--{option} {','.join(map(str, dict.fromkeys(row[option] for row in result['rows'])))}"
+        for option in ("batch", "length")
+    ]
+    export, seconds = shlex.quote(result["export"]["path"]), f"--seconds {settings['seconds']:g}"
+    threads = f"--threads {machine['threads']}"
+    page.command("Reproduce", " ".join(["bertship bench-engine", export, *shapes, seconds, threads]))
+    page.command("Next", *next_steps("bench-engine", directory))
+    page.write(directory / "report.html")
+
+
+def conclusions(result: Mapping[str, Any]) -> list[str]:
+    """Which engine was the fastest where, how near to the machine's own rate, and what may be doubted."""
+    said = []
+    machine = result["machine"]
+    wins: dict[str, list[str]] = {}
+    for batch, length in dict.fromkeys((row["batch"], row["length"]) for row in result["rows"]):
+        cell = [row for row in result["rows"] if (row["batch"], row["length"]) == (batch, length)]
+        best = min(cell, key=lambda row: row["median_ms"])
+        wins.setdefault(f"{best['runner']} {best['precision']}", []).append(f"{batch} x {length}")
+    said += [f"{name} was the fastest at {', '.join(shapes)} (rows x tokens)." for name, shapes in wins.items()]
+    for name in result["ceilings_gops"]:
+        own = [row for row in result["rows"] if f"{row['runner']} {row['precision']}" == name]
+        ratios = [row["to_onnxruntime_fp32"] for row in own if row["to_onnxruntime_fp32"] is not None]
+        shares = [row["share_of_ceiling"] for row in own]
+        sentence = f"{name} reached {min(shares):.0%} to {max(shares):.0%} of a large product's rate"
+        if ratios and name != "onnxruntime fp32":
+            sentence += f" and took {min(ratios):.2f} to {max(ratios):.2f} times as long as ONNX Runtime in FP32"
+        said.append(f"{sentence}.")
+    if machine["load_at_start"] > machine["threads"] / 2:
+        said.append(
+            f"The machine was busy at the start (load {machine['load_at_start']:.1f}): the ratios hold, as the engines "
+            "took turns; the times do not."
+        )
+    return said

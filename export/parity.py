@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bertship.errors import CheckFailed, InputError
+from bertship.progress import progress, to_stderr
 from bertship.runners import OnnxRunner
 from bertship.tasks import Task
 from bertship.tasks.base import Logits
@@ -119,10 +120,23 @@ def run_padded(
 
 def compare(reference: Reference, precision: str, engine: Engine, name: str) -> list[Parity]:
     """The artifact on rows padded to every bucket, and on rows alone; every mode has to pass."""
+    buckets = sorted(set(reference.task.buckets), reverse=True)
+    with progress(f"comparing {precision} on {name}", len(buckets) + 1, to_stderr) as advance:
+        return _compare(reference, precision, engine, name, buckets, advance)
+
+
+def _compare(
+    reference: Reference,
+    precision: str,
+    engine: Engine,
+    name: str,
+    buckets: Sequence[int],
+    advance: Callable[[str], None],
+) -> list[Parity]:
     task, rows, pad_id = reference.task, reference.rows, reference.tokenizer.pad_id
     found: list[Parity] = []
     larger: Padded | None = None
-    for bucket in sorted(set(task.buckets), reverse=True):
+    for bucket in buckets:
         padded = run_padded(task, engine, rows, pad_id, bucket, larger)
         departure = reference.departure(padded.logits)
         result = assess(reference, precision, name, f"padded to {bucket}", padded.logits, departure)
@@ -130,10 +144,12 @@ def compare(reference: Reference, precision: str, engine: Engine, name: str) -> 
         result.worst = padded.feeds(rows, departure.worst, pad_id)
         found.insert(0, result)
         larger = padded
+        advance(result.mode)
     logits = engine(rows)
     departure = reference.departure(logits)
     result = assess(reference, precision, name, ALONE, logits, departure)
     result.worst = pad([rows[departure.worst]], pad_id)
+    advance(ALONE)
     return [*found, result]
 
 

@@ -18,6 +18,7 @@ from bertship.runners import OnnxRunner
 from bertship.tasks import Example, Task
 from bertship.tensorrt_runner import TensorRTRunner
 from bertship.tokenization import Tokenizer
+from export.gate_report import write_export_report
 from export.parity import Parity, judge_engine, reasons_of
 from export.reference import Reference
 from export.tensorrt_engine import build_engine
@@ -112,4 +113,5 @@ def make_plans(
             manifest["best"] = {"precision": "fp16", "engine": "tensorrt", "why": why}
         manifest |= {"plans": plans, "plan_parity": parity, "files": dict(sorted(kept.items()))}
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        write_export_report(staging)
     return read_manifest(export)

@@ -1,16 +1,18 @@
 """The export stage as commands use it: skip what is up to date, make what is not, and judge again what was made."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bertship.artifacts import check_files, is_current, read_manifest
+from bertship.artifacts import check_files, is_current, publish, read_manifest, write_manifest
 from bertship.errors import CheckFailed, InputError
 from bertship.onnx_gpu import PROVIDERS, OnnxGpuRunner
 from bertship.tasks import Example, Task
 from bertship.tensorrt_runner import TensorRTRunner
 from bertship.tokenization import Tokenizer
+from export.gate_report import REPORT, parity_page, write_export_report
 from export.judge import judge
 from export.machine import find_machine
 from export.parity import Engine, Parity, judge_engine, reasons_of
@@ -73,8 +75,12 @@ def _make(
     fingerprint = fingerprint_of(source, precisions, examples, calibration, lenient, machine)
     if not force and is_current(out, fingerprint):
         report(f"{out} is up to date")
-        return read_manifest(out, "export")
-    return export_source(source, out, precisions, examples, report, lenient, calibration, machine, data)
+        manifest = read_manifest(out, "export")
+    else:
+        manifest = export_source(source, out, precisions, examples, report, lenient, calibration, machine, data)
+    if not (out / REPORT).is_file():
+        write_export_report(out)
+    return manifest
 
 
 def check_parity(
@@ -115,6 +121,36 @@ def check_parity(
     parity = [result.as_dict() for result in results]
     reasons = reasons_of(results)
     return manifest | {"metrics": {"parity": parity}, "passed": not reasons, "reasons": reasons}
+
+
+def make_parity(
+    export: Path,
+    out: Path,
+    data: str | None,
+    report: Report,
+    full: bool = False,
+    engine: str = "cpu",
+    model_dir: Path | None = None,
+) -> tuple[dict[str, Any], Path]:
+    """`check_parity`, kept: the task's folder in `out` gets the comparisons and a page. Returns both."""
+    judged = check_parity(export, data, report, full, engine, model_dir)
+    options = {"--engine": engine, "--data": data, "--model": model_dir}
+    given = [f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value]
+    command = " ".join([f"bertship parity {shlex.quote(str(export))}", *(["--full"] if full else []), *given])
+    place = out / judged["task"]
+    with publish(place) as staging:
+        parity_page(export, judged, command).write(staging / REPORT)
+        write_manifest(
+            staging,
+            "parity",
+            config={"full": full, "engine": engine},
+            inputs={"export": str(export), "fingerprint": judged["fingerprint"], "data": data},
+            metrics={"parity": judged["metrics"]["parity"]},
+            task=judged["task"],
+            graphs=judged["graphs"],
+            passed=judged["passed"],
+        )
+    return judged, place
 
 
 def _engines(export: Path, manifest: dict[str, Any], task: Task, engine: str) -> dict[str, Callable[[], Engine] | None]:

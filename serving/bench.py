@@ -26,8 +26,9 @@ from typing import Any
 from bertship import artifacts
 from bertship.client import Client
 from bertship.errors import InputError, ServerUnavailable
+from bertship.progress import progress
 from bertship.triton_limits import FLUSH_S
-from serving.bench_report import lines, plot, to_csv
+from serving.bench_report import lines, plot, to_csv, write_page
 from serving.environment import TritonEnvironment
 from serving.memory import memory_of
 from serving.perf_analyzer import STRETCH, WINDOWS, Load, PerfAnalyzer
@@ -61,7 +62,9 @@ def bench(
     metrics_url: str | None = None,
     server_pid: int | None = None,
 ) -> dict[str, Any]:
-    """Measure a served task; writes bench.json, bench.csv and bench.png in `out` at the end, returns bench.json's.
+    """Measure a served task; returns what bench.json holds.
+
+    At the end bench.json, bench.csv, bench.png and report.html are written in `out`.
 
     `samples` are an export's: {"columns": {tensor name: text}, ...} each. `seconds` is what one run measures, longer
     where requests take longer than a window. `request_rates`, per second, are open-loop runs with Poisson arrivals.
@@ -125,7 +128,10 @@ def bench(
             f"the machine is busy (load {machine['load_at_start']:.1f} on {machine['cores']} cores): "
             "what else runs takes part of what is measured"
         )
-    with tempfile.TemporaryDirectory(prefix="bertship-bench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="bertship-bench-") as folder,
+        progress("bench", len(protocols) * len(loads), report) as advance,
+    ):
         analyzer = PerfAnalyzer(triton.perf_analyzer, addresses, task_name, Path(folder), entries)
         for protocol in protocols:
             for load in loads:
@@ -140,11 +146,13 @@ def bench(
                     f"{protocol}, {load}: {row['throughput_per_s']:.0f} texts/s, "
                     f"p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms, {row['mean_batch']:.1f} rows a batch"
                 )
+                advance(f"{protocol}, {load}")
     if server_pid:
         result["memory"] = memory_of(server_pid)
     artifacts.write_text(out / "bench.csv", to_csv(result["rows"]))
     artifacts.write_text(out / "bench.json", json.dumps(result, indent=2) + "\n")
     plot(result, out / "bench.png")
+    write_page(result, out)
     return result
 
 

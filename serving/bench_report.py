@@ -1,10 +1,15 @@
-"""What `serving.bench` has measured, as a table for people, as CSV and as a plot."""
+"""What `serving.bench` has measured, as a table for people, as CSV, as a plot and as a page."""
 
 import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from bertship.next_steps import next_steps
+from bertship.report import Curve, Report
+
+GAIN = 1.05  # clients that bring less than this are too many
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
@@ -90,3 +95,122 @@ def _load(row: Mapping[str, Any]) -> str:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
+
+
+def write_page(result: Mapping[str, Any], directory: Path) -> None:
+    """Write `report.html` into the run's directory, which holds `bench.json` already."""
+    machine, precision, rows = result["machine"], result["precision"], result["rows"]
+    page = Report(
+        f"{result['task']}: the server under load",
+        f"{result['task']}{', ' + precision.upper() if precision else ''} on Triton "
+        f"{result['versions']['tritonserver']}, one text a request, {result['settings']['texts']:,} different texts, "
+        f"on {machine['cores']} cores of {machine['cpu']}, which the client shares.",
+    )
+    page.text("Conclusions", *conclusions(result))
+    for kind, heading, unit in (
+        ("concurrency", "Clients that wait for their answers", "clients"),
+        ("rate_per_s", "Requests that arrive at random", "requests asked for a second"),
+    ):
+        chosen = sorted((row for row in rows if row[kind]), key=lambda row: row[kind])
+        protocols = list(dict.fromkeys(row["protocol"] for row in chosen))
+        by = {protocol: [row for row in chosen if row["protocol"] == protocol] for protocol in protocols}
+        latency = [
+            Curve(f"{protocol}, {name[:3]}", [row["throughput_per_s"] for row in own], [row[name] for row in own])
+            for protocol, own in by.items()
+            for name in ("p50_ms", "p99_ms")
+        ]
+        page.curves(f"{heading}: latency over throughput", latency, "texts/s", "ms", logarithmic=True)
+        through = [
+            Curve(protocol, [row[kind] for row in own], [row["throughput_per_s"] for row in own])
+            for protocol, own in by.items()
+        ]
+        page.curves(f"{heading}: throughput", through, unit, "texts/s")
+    page.table(
+        "Measured",
+        (
+            "protocol",
+            "load",
+            "texts/s",
+            "p50 ms",
+            "p90 ms",
+            "p99 ms",
+            "mean batch",
+            "padding",
+            "queue ms",
+            "compute ms",
+        ),
+        [
+            (
+                row["protocol"],
+                _load(row),
+                *(row[name] for name in ("throughput_per_s", "p50_ms", "p90_ms", "p99_ms", "mean_batch")),
+                _share(row["padding_share"]),
+                row["queue_ms"],
+                row["compute_ms"],
+            )
+            for row in rows
+        ],
+        "Queue and compute are Triton's own sums over the three steps, a request on average.",
+    )
+    page.table(
+        "Steps", ("protocol", "load", "step", "queue ms", "compute ms", "executions", "requests"),
+        [
+            (row["protocol"], _load(row), step, *(t[n] for n in ("queue_ms", "compute_ms", "executions", "requests")))
+            for row in rows
+            for step, t in row["stages"].items()
+        ],
+    )  # fmt: skip
+    page.bars("Resident memory, MiB", [(name, size["rss_mib"]) for name, size in result["memory"].items()])
+    page.facts("Settings", {**result["settings"], "perf_analyzer": " ".join(result["settings"]["perf_analyzer"])})
+    page.facts("Encoder", {name: str(value) for name, value in result["encoder"].items() if value})
+    page.facts("Machine", machine)
+    page.facts("Versions", result["versions"])
+    after = next_steps("bench", directory)
+    again = after[1].partition("    #")[0] if after else f"bertship bench --task {result['task']}"
+    options = [f"--seconds {result['settings']['seconds']:g}"]
+    for option, kind in (("concurrency", "concurrency"), ("request-rate", "rate_per_s")):
+        if loads := list(dict.fromkeys(row[kind] for row in rows if row[kind])):
+            options.append(f"--{option} {','.join(f'{load:g}' for load in loads)}")
+    options.append(f"--protocol {','.join(dict.fromkeys(row['protocol'] for row in rows))}")
+    page.command("Reproduce", " ".join([again, *options]))
+    page.command("Next", *after)
+    page.write(directory / "report.html")
+
+
+def conclusions(result: Mapping[str, Any]) -> list[str]:
+    """What one client waits, where more clients bring no more, and what may be doubted."""
+    said = []
+    rows = result["rows"]
+    for protocol in dict.fromkeys(row["protocol"] for row in rows):
+        own = [row for row in rows if row["protocol"] == protocol]
+        closed = sorted((row for row in own if row["concurrency"]), key=lambda row: row["concurrency"])
+        if closed and closed[0]["concurrency"] == 1:
+            first = closed[0]
+            said.append(
+                f"{protocol}: one client waits {first['p50_ms']:.2f} ms in the median and {first['p99_ms']:.2f} ms in "
+                f"the 99th percentile; the steps compute {first['steps_ms']:.2f} ms of it."
+            )
+        if len(closed) > 1:
+            most = max(row["throughput_per_s"] for row in closed)
+            enough = next(row for row in closed if row["throughput_per_s"] * GAIN >= most)
+            gain = enough["throughput_per_s"] / closed[0]["throughput_per_s"]
+            reached = (
+                f"{_load(enough)} reach that within {GAIN - 1:.0%}, {gain:.1f} times what {_load(closed[0])} does, at "
+                f"a median of {enough['p50_ms']:.2f} ms; more of them wait longer."
+                if enough is not closed[0]
+                else f"{_load(enough)} reaches that within {GAIN - 1:.0%}, and more of them wait longer."
+            )
+            said.append(f"{protocol}: at most {most:,.0f} texts a second; {reached}")
+        said += [
+            f"{protocol}: of {row['rate_per_s']:g} requests asked for a second only {row['throughput_per_s']:.0f} were "
+            "answered: more than this machine can do."
+            for row in own
+            if row["rate_per_s"] and row["throughput_per_s"] * GAIN < row["rate_per_s"]
+        ]
+    machine = result["machine"]
+    if machine["load_at_start"] > machine["cores"] / 2:
+        said.append(
+            f"The machine was busy at the start (load {machine['load_at_start']:.1f} on {machine['cores']} cores): "
+            "what else ran took part of what is shown here."
+        )
+    return said

@@ -62,10 +62,16 @@ def test_every_engine_is_measured_at_every_batch_and_length(export, measured):
         "unpadded rows, one a thread",
         *(f"padded batches of {n}, {order}" for n in (8, 32) for order in ("as they come", "sorted by length")),
     }
-    assert {path.name for path in out.iterdir()} == {"engines.json", "engines.csv", "mixed.csv", "engines.png"}
+    assert {path.name for path in out.iterdir()} == {
+        "engines.json",
+        "engines.csv",
+        "mixed.csv",
+        "engines.png",
+        "report.html",
+    }
 
 
-def test_files_say_what_was_measured_and_where(measured):
+def test_files_say_what_was_measured_and_where(export, measured):
     result, out, _ = measured
     assert json.loads((out / "engines.json").read_text("utf-8")) == json.loads(json.dumps(result))
     with (out / "engines.csv").open(encoding="utf-8", newline="") as file:
@@ -74,6 +80,10 @@ def test_files_say_what_was_measured_and_where(measured):
     assert result["versions"]["torch"] == torch.__version__.partition("+")[0] or torch.__version__
     assert result["versions"]["onnxruntime"]
     assert result["machine"]["cpu"] and result["machine"]["threads"] == 1
+    page = (out / "report.html").read_text("utf-8")
+    for heading in ("Conclusions", "One row at a time", "Batches of 3 rows", "All", "Reproduce"):
+        assert f"<h2>{heading}</h2>" in page, heading
+    assert page.count("<svg") == 2 and f"bertship bench-engine {export} --batch 1,3 --length 5,9" in page
     assert (out / "engines.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = "\n".join(lines(result))
     assert result["machine"]["cpu"] in text and "own texts" in text

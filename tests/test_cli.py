@@ -32,6 +32,7 @@ COMMANDS = [
     "predict",
     "bench",
     "playground",
+    "compare",
     "doctor",
     "bench-engine",
 ]

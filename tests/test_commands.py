@@ -1,5 +1,6 @@
 """The commands one after another, as the Make targets run them: pre-train and fine-tune; serve, ask, load and stop."""
 
+import html
 import json
 from pathlib import Path
 
@@ -30,8 +31,12 @@ def test_pretrain_then_finetune_starts_from_the_own_run(bertship, data, tmp_path
     (tmp_path / "own.toml").write_text(PRESET, encoding="utf-8")
     runs = ("--runs", tmp_path / "runs")
     assert bertship("corpus", tmp_path / "documents.txt", *runs, "--set", "vocab_size=128")[0] == 0
+    said = (tmp_path / "runs" / "corpus" / "default" / "NEXT.md").read_text(encoding="utf-8")
+    assert f"bertship pretrain --preset tiny --corpus default --runs {tmp_path / 'runs'}\n" in said
     code, out, err = bertship("--json", "pretrain", "--preset", tmp_path / "own.toml", *runs)
     assert code == 0, err
+    page = html.unescape((tmp_path / "runs" / "pretrain" / "default" / "report.html").read_text(encoding="utf-8"))
+    assert f"bertship finetune --task sst2 --init {tmp_path / 'runs' / 'pretrain' / 'default'} " in page
     metrics = json.loads(out)["metrics"]
     assert metrics["after"]["mlm_loss"] < metrics["before"]["mlm_loss"]
     common = ("--task", "sst2", "--data", data / "sst2", *runs)
@@ -39,6 +44,10 @@ def test_pretrain_then_finetune_starts_from_the_own_run(bertship, data, tmp_path
     assert code == 0, err
     assert f"starting from the pre-training run {tmp_path / 'runs' / 'pretrain' / 'default'}" in err
     assert json.loads(out)["inputs"]["init"] == str(tmp_path / "runs" / "pretrain" / "default")
+    page = html.unescape(
+        (tmp_path / "runs" / "finetune" / "sst2" / "default" / "report.html").read_text(encoding="utf-8")
+    )
+    assert f"bertship export --task sst2 --runs {tmp_path / 'runs'}</pre>" in page
 
 
 def test_serve_ask_stop(line, bertship, tmp_path):

@@ -113,7 +113,10 @@ def test_encoder_config_is_read_from_a_hugging_face_directory(tmp_path):
             "position_embedding_type 'relative_key' is not supported",
         ),
         (json.dumps({"model_type": "bert", **SHAPE, "hidden_size": 65}), "config.json: hidden_size 65 is no multiple"),
-        (json.dumps({"model_type": "bert", **SHAPE, "hidden_act": "gelu_new"}), "config.json: hidden_act = 'gelu_new'"),
+        (
+            json.dumps({"model_type": "bert", **SHAPE, "hidden_act": "gelu_new"}),
+            "config.json, line 1: hidden_act = 'gelu_new'",
+        ),
     ],
 )
 def test_encoder_config_faults(tmp_path, content, message):

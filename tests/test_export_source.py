@@ -1,5 +1,6 @@
 """`bertship export MODEL_DIR` and `bertship parity`: models from elsewhere, judged again, and what is refused."""
 
+import html
 import json
 import shutil
 
@@ -135,21 +136,36 @@ def test_no_directory_is_one_line(bertship, tmp_path):
     assert (code, err) == (2, f"error: no model directory at {tmp_path / 'none'}\n")
 
 
-def test_an_export_is_judged_again(made, data, bertship, monkeypatch):
+def test_an_export_is_judged_again(made, data, bertship, monkeypatch, tmp_path):
     out, manifest, _ = made
     before = contents(out)
-    code, shown, err = bertship("--json", "parity", out, "--data", data / "sst2")
+    asked = ("--data", data / "sst2", "--runs", tmp_path)
+    code, shown, err = bertship("--json", "parity", out, *asked)
     assert code == 0, err
     found = json.loads(shown)
     assert found["passed"] and found["parity"] == manifest["metrics"]["parity"]
     monkeypatch.setattr(stages, "MAX_EXAMPLES", 10)
     counts = {}
     for arguments in ((), ("--full",)):
-        code, shown, err = bertship("--json", "parity", out, "--data", data / "sst2", *arguments)
+        code, shown, err = bertship("--json", "parity", out, *asked, *arguments)
         assert code == 0, err
         counts[arguments] = {result["examples"] for result in json.loads(shown)["parity"]}
     assert counts == {(): {10}, ("--full",): {40}}
     assert contents(out) == before
+    page = (tmp_path / "parity" / "sst2" / "report.html").read_text("utf-8")
+    assert "<h2>Conclusions</h2>" in page and f"bertship parity {out} --full --engine cpu --data" in page
+    kept = json.loads((tmp_path / "parity" / "sst2" / "manifest.json").read_text("utf-8"))
+    assert kept["stage"] == "parity" and kept["passed"] and {r["examples"] for r in kept["metrics"]["parity"]} == {40}
+
+
+def test_an_export_leaves_a_page(made):
+    out, manifest, _ = made
+    page = html.unescape((out / "report.html").read_text("utf-8"))
+    for heading in ("Conclusions", "Artifacts", "Comparisons", "Versions", "Reproduce", "Next"):
+        assert f"<h2>{heading}</h2>" in page, heading
+    for name in manifest["graphs"]:
+        assert f"{name} on onnxruntime passes" in page
+    assert "FAILS" not in page and f"bertship bench-engine {out}" in page
 
 
 def test_every_bucket_and_several_batch_sizes_are_judged(made):

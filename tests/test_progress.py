@@ -1,9 +1,9 @@
-"""train/progress.py: bytes behind us, a rate and the time left, as a bar or as lines."""
+"""bertship/progress.py: bytes behind us, a rate and the time left, as a bar or as lines."""
 
 import pytest
 from rich.console import Console
 
-from train import progress
+from bertship import progress
 
 
 class Clock:

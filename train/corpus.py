@@ -27,12 +27,13 @@ from typing import Any
 from bertship import artifacts
 from bertship.config import CorpusConfig, parse
 from bertship.errors import InputError
+from bertship.next_steps import write_next
+from bertship.progress import byte_progress, to_stderr
 from bertship.tokenization import Tokenizer
 from train.chunks import PACKING, UNIT_BYTES, Chunk
 from train.encode import sentences_of, token_dtype
 from train.inputs import Input, Source, find_inputs
 from train.plan import Plan, fingerprint_of, prepare, workers_for
-from train.progress import byte_progress, to_stderr
 from train.readers import read_documents
 from train.shards import Shard, ShardWriter, finished_shards, merge_shards, shard_folder
 from train.sources import fetch
@@ -76,7 +77,9 @@ def make_corpus(
     if not force and artifacts.is_current(out, fingerprint_of(inputs, config, own)):
         report(f"{out} is up to date")
         return artifacts.read_manifest(out)
-    return build_corpus(inputs, out, config, own, report, workers)
+    manifest = build_corpus(inputs, out, config, own, report, workers)
+    write_next("corpus", out)
+    return manifest
 
 
 def build_corpus(

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from bertship.artifacts import publish, sha256_file, sha256_json
 from bertship.config import EncoderConfig
 from bertship.errors import InputError
+from bertship.progress import progress
 from bertship.tasks import Task
 from bertship.tokenization import Row, pad
 from train.heads import HEADS, HeadedModel
 from train.model import init_weights
-from train.progress import progress
 
 # By name: which of the embeddings' output (0) and the blocks' (1 to the number of blocks) are read, and how they are
 # joined. -4 is the fourth from the end.

@@ -10,6 +10,7 @@ import numpy as np
 from bertship.artifacts import versions
 from bertship.config import FinetuneConfig
 from bertship.metrics import calibration_error
+from bertship.next_steps import next_steps, task_option
 from bertship.report import Curve, Report
 from bertship.tasks import Example, Task
 from bertship.tasks.base import Answers, nested
@@ -59,8 +60,9 @@ def write_report(
     data = [f"--data {inputs['data']}"] if inputs["data"] else []
     page.command(
         "Reproduce",
-        " ".join(["bertship finetune", f"--task {task.name}", f"--init {inputs['init']}", *data, *changed]),
+        " ".join(["bertship finetune", f"--task {task_option(task)}", f"--init {inputs['init']}", *data, *changed]),
     )
+    page.command("Next", *next_steps("finetune", path.parent))
     page.write(path)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from bertship.config import FinetuneConfig
 from bertship.errors import CheckFailed
 from bertship.pipeline import Runner
+from bertship.progress import progress
 from bertship.tasks import Example, Task
 from bertship.tasks.base import Answers
 from bertship.tokenization import Tokenizer
@@ -27,7 +28,6 @@ from train.finetune_learner import FinetuneLearner, Outcome
 from train.finetune_start import Report, start_model
 from train.heads import HeadedModel
 from train.optim import restore_schedule, schedule_state
-from train.progress import progress
 from train.scoring import answer, columns_of, evaluate, served
 from train.snapshots import Snapshot, Snapshots, check_claim, claim, load_optimizer, optimizer_tensors
 from train.torch_runner import TorchRunner

@@ -13,10 +13,10 @@ from pathlib import Path
 from bertship import artifacts
 from bertship.config import CorpusConfig
 from bertship.errors import InputError
+from bertship.progress import byte_progress, to_stderr
 from bertship.tokenization import Tokenizer
 from train.chunks import CHUNK_BYTES, Chunk, Unit
 from train.inputs import Input, Source, find_inputs
-from train.progress import byte_progress, to_stderr
 from train.readers import read_chunks, units_of
 from train.vocabulary import count_more, vocabulary_of
 from train.workers import Workers

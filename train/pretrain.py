@@ -19,6 +19,7 @@ import torch
 
 from bertship import artifacts
 from bertship.config import MACHINE_FIELDS, EncoderConfig, PretrainConfig
+from bertship.progress import progress, to_stderr
 from bertship.tokenization import Tokenizer
 from train.batches import Phase, Updates, iterate, layout_of, phases_of
 from train.checkpoint import load_model, save_model
@@ -31,7 +32,6 @@ from train.model import count_parameters
 from train.objectives import OBJECTIVES, describe, evaluate
 from train.optim import pick_precision
 from train.pretrain_report import write_report
-from train.progress import progress, to_stderr
 from train.snapshots import Snapshot, Snapshots, check_claim, claim, link_tree, load_optimizer, optimizer_tensors
 from train.start import check_fit, start_model
 from train.watch import Board, MetricsLog, StopRequest, UpdateGuard, stop_request, weights_state

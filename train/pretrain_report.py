@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import versions
+from bertship.next_steps import next_steps
 from bertship.report import Curve, Report
 from train.watch import read_log
 
@@ -53,6 +54,7 @@ def write_report(directory: Path, facts: Mapping[str, Any]) -> None:
     corpus = shlex.quote(Path(facts["inputs"]["corpus"]).name)
     again = ["cat >again.toml <<'END'", *toml_lines(facts["config"]), "END"]
     report.command("Again", *again, f"bertship pretrain --preset again.toml --corpus {corpus}{start_option}")
+    report.command("Next", *next_steps("pretrain", directory))
     report.write(directory / "report.html")
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from bertship.config import CorpusConfig
+from bertship.progress import to_stderr
 from bertship.tokenization import Tokenizer
 from train import corpus
 from train.inputs import Source, need_extra
-from train.progress import to_stderr
 
 need_extra("datatrove", "scale", "a datatrove pipeline")
 

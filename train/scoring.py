@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from bertship.pipeline import BATCH_ROWS, Pipeline, Runner
+from bertship.progress import progress
 from bertship.tasks import Example, Task
 from bertship.tasks.base import Answers
 from bertship.tokenization import Tokenizer
-from train.progress import progress
 
 Report = Callable[[str], None]
 

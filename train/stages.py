@@ -10,8 +10,10 @@ from bertship.artifacts import is_current, read_manifest
 from bertship.config import (
     EncoderConfig,
     PretrainConfig,
+    line_of,
     load_preset,
     parse,
+    preset_path,
     read_encoder_config,
 )
 from bertship.errors import InputError
@@ -46,11 +48,18 @@ def make_pretraining(
     """
     tables = load_preset(preset)
     unknown = set(tables) - {"model", "pretrain"}
+    file = preset_path(preset)
     if unknown:
-        raise InputError(f"preset {preset}: unknown table [{unknown.pop()}]; tables are [model] and [pretrain]")
+        name = unknown.pop()
+        line = line_of(file, name)
+        place = f"preset {preset}{f', line {line}' if line else ''}"
+        raise InputError(f"{place}: unknown table [{name}]; tables are [model] and [pretrain]")
     vocab_size = read_manifest(corpus_dir, "corpus")["vocab_size"]
-    model = parse(EncoderConfig, {"vocab_size": vocab_size, **tables.get("model", {})}, f"preset {preset}, [model]")
-    config = parse(PretrainConfig, {**tables.get("pretrain", {}), **settings}, f"preset {preset}, [pretrain]")
+    sizes = {"vocab_size": vocab_size, **tables.get("model", {})}
+    model = parse(EncoderConfig, sizes, f"preset {preset}, [model]", file=file, table="model")
+    values = {**tables.get("pretrain", {}), **settings}
+    where = f"preset {preset}, [pretrain]"
+    config = parse(PretrainConfig, values, where, file=file, table="pretrain", over=settings)
     start = find_init(init, out.parent.parent, preset, report)[0] if init else None
     if not force and is_current(out, pretrain.fingerprint_of(corpus_dir, model, config, start)):
         return _reused(out, report)
@@ -64,7 +73,8 @@ def count_preset(preset: str, vocab_size: int) -> dict[str, Any]:
     `with_heads` adds those of pre-training.
     """
     table = load_preset(preset).get("model", {})
-    config = parse(EncoderConfig, {"vocab_size": vocab_size, **table}, f"preset {preset}, [model]")
+    where = f"preset {preset}, [model]"
+    config = parse(EncoderConfig, {"vocab_size": vocab_size, **table}, where, file=preset_path(preset), table="model")
     with torch.device("meta"):  # counted without memory for them
         model = PretrainingModel(config)
     hidden, layers = config.hidden_size, config.num_hidden_layers

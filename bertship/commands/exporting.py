@@ -73,15 +73,18 @@ def parity(
     engine: Annotated[
         str, typer.Option("--engine", help="cpu, onnxruntime-cuda, onnxruntime-tensorrt or tensorrt.")
     ] = "cpu",
+    runs: RunsOption = RUNS,
 ) -> None:
     """Judge an export again.
 
     Compares every artifact with PyTorch FP32 on the task's dev texts: finite values, the largest difference and its
-    place, decisions, the metric. Exit 1 where one departs, with the first layer that does. Nothing is written.
+    place, decisions, the metric. Exit 1 where one departs, with the first layer that does. The export stays as it is;
+    runs/parity/TASK gets the comparisons and a report.html.
     """
-    found = load("export.stages:check_parity")(export_dir, data, report, full, engine, model)
+    found, out = load("export.stages:make_parity")(export_dir, runs / "parity", data, report, full, engine, model)
     parity = found["metrics"]["parity"]
-    show({"export": str(export_dir), "passed": found["passed"], "parity": parity}, parity_lines(found))
+    result = {"export": str(export_dir), "written": str(out), "passed": found["passed"], "parity": parity}
+    show(result, [*parity_lines(found), f"files: {out}"])
     if not found["passed"]:
         raise CheckFailed(f"the parity gate refuses {found['task']}: {found['reasons']}")
 

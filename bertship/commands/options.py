@@ -21,7 +21,20 @@ def plain_name(name: str) -> str:
     return name
 
 
-TaskOption = Annotated[str, typer.Option("--task", "-t", help="A built-in task's name, or a .toml file with yours.")]
+def _tasks(incomplete: str) -> list[str]:
+    """For the shell's completion: built-in tasks, and files here that may be tasks."""
+    names = [*load("bertship.tasks:TASKS"), *(path.name for path in sorted(Path().glob("*.toml")))]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _presets(incomplete: str) -> list[str]:
+    return [name for name in load("bertship.config:preset_names")() if name.startswith(incomplete)]
+
+
+TaskOption = Annotated[
+    str,
+    typer.Option("--task", "-t", help="A built-in task's name, or a .toml file with yours.", autocompletion=_tasks),
+]
 RunsOption = Annotated[Path, typer.Option("--runs", help="The folder that holds the runs.")]
 NameOption = Annotated[
     str,
@@ -39,7 +52,9 @@ BringOption = Annotated[bool, typer.Option("--bring", help="Make what this comma
 InitOption = Annotated[
     str, typer.Option("--init", help="The warm start: `minilm`, a model directory, a run, or a hub name.")
 ]
-PresetOption = Annotated[str, typer.Option("--preset", help="A size (tiny, mini, ..., large), or a .toml file.")]
+PresetOption = Annotated[
+    str, typer.Option("--preset", help="A size (tiny, mini, ..., large), or a .toml file.", autocompletion=_presets)
+]
 RepositoryOption = Annotated[Path, typer.Option("--repository", help="The Triton model repository.")]
 UrlOption = Annotated[str, typer.Option("--url", help="http://HOST:PORT or grpc://HOST:PORT.")]
 PrecisionOption = Annotated[str, typer.Option("--precision", help="auto, or of fp32, fp16, int8, int8_qdq.")]
@@ -51,7 +66,26 @@ TextOption = Annotated[list[str] | None, typer.Option(help="A text; give the opt
 
 
 def get_task(name: str) -> Any:
-    return load("bertship.tasks:get_task")(name)
+    """A task by name or file; what is wrong in a file is named with its line."""
+    try:
+        return load("bertship.tasks:get_task")(name)
+    except InputError as error:
+        raise InputError(_with_line(str(error), name)) from None
+
+
+def _with_line(message: str, file: str) -> str:
+    """`FILE: FIELD ...` as `FILE, line N: FIELD ...`, where one of the first words is a field that the file sets."""
+    place, separator, rest = message.partition(": ")
+    path, _, table = place.partition(", ")
+    if path != file or not separator:
+        return message
+    table = table.strip("[]")
+    line_of = load("bertship.config:line_of")
+    for word in re.findall(r"[A-Za-z_][\w.]*", rest)[:5]:
+        for name in (word, f"{word}s"):
+            if line := line_of(Path(path), f"{table}.{name}" if table else name):
+                return f"{place}, line {line}: {rest}"
+    return message
 
 
 def need(directory: Path, command: str) -> None:

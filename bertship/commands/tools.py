@@ -59,6 +59,27 @@ def playground(
             page.serve()
 
 
+def compare(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs of one kind, the first as the baseline.")
+    ],
+    runs: RunsOption = RUNS,
+) -> None:
+    """Runs side by side.
+
+    Pre-training, fine-tuning, exports, parity runs and measurements, told apart by what their directories hold: the
+    settings that differ, metrics with their differences to the first run's, and runs/compare/KIND/report.html with
+    the curves over each other.
+    """
+    comparison = load("bertship.compare:compare")(directories)
+    if any(run.curves for run in comparison):
+        load("matplotlib.figure:Figure")
+    out = runs / "compare" / comparison[0].kind / "report.html"
+    load("bertship.compare:page")(comparison).write(out)
+    shown = {**load("bertship.compare:as_dict")(comparison), "report": str(out)}
+    show(shown, [*load("bertship.compare:lines")(comparison), "", str(out)])
+
+
 def doctor(runs: RunsOption = RUNS) -> None:
     """What this machine has of what the line needs.
 
