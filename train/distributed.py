@@ -104,7 +104,9 @@ def join() -> Iterator[Processes]:
         return
     dist.init_process_group("nccl" if on_cuda else "gloo", timeout=TIMEOUT, device_id=device if on_cuda else None)
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), device)
+        processes = Processes(dist.get_rank(), dist.get_world_size(), device)
+        yield processes
+        processes.wait()  # one that leaves first closes connections on which another may still be waiting
     finally:
         dist.destroy_process_group()
 
