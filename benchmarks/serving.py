@@ -117,6 +117,15 @@ def rows_of(export: Path, texts: Sequence[str]) -> list[Row]:
     return encode(task, tokenizer, {"TEXT": list(texts)}).rows
 
 
+def text_of(export: Path, text: str, tokens: int) -> str:
+    """The longest beginning of `text`, in whole words, that makes a row of at most so many tokens."""
+    words = text.split(" ")
+    task = dataclasses.replace(Task.from_file(export / "task.json"), max_tokens=10 * tokens)
+    tokenizer = Tokenizer.from_file(export / "tokenizer.json")
+    fits = [len(encode(task, tokenizer, {"TEXT": [" ".join(words[:n])]}).rows[0]) <= tokens for n in range(tokens)]
+    return " ".join(words[: fits.index(False) - 1])
+
+
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
@@ -136,7 +145,7 @@ def ready(runs: Path, home: Path, quick: bool) -> dict[str, Any]:
 def overhead(runs: Path, home: Path, quick: bool) -> dict[str, Any]:
     """p50 of one client over HTTP beside p50 of the engine alone on the same row, alternating."""
     base = bert_base(home, runs / "export" / "sst2")
-    long = " ".join(mixed_texts(runs)[:20])
+    long = text_of(runs / "export" / "sst2", " ".join(mixed_texts(runs)[:20]), 128)
     short = "an utterly compelling story of people who cannot say what they want from one another"
     cases = [("sst2", runs / "export" / "sst2", None, short), ("base", base, "int8", long)]
     result = {}

@@ -112,9 +112,13 @@ class Tokenizer:
 
     def tokenize(self, texts: Sequence[str]) -> list[Tokens]:
         """Ids and offsets of each text, without special tokens and of any length."""
+        if len(texts) == 1:  # without waking the library's own threads
+            encodings = [self.backend.encode(texts[0], add_special_tokens=False)]
+        else:
+            encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [
             Tokens(np.array(e.ids, np.int64), _over_marks(text, np.array(e.offsets, np.int32).reshape(-1, 2)))
-            for text, e in zip(texts, self.backend.encode_batch(list(texts), add_special_tokens=False), strict=True)
+            for text, e in zip(texts, encodings, strict=True)
         ]
 
     def row(self, first: Tokens, second: Tokens | None = None, owner: int = 0) -> Row:

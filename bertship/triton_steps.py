@@ -361,11 +361,14 @@ def _decoded(task: Task, where: str, raw: bytes) -> str:
 
 
 def _parameters(request: Any) -> dict[str, Any]:
-    return json.loads(request.parameters() or "{}")
+    given = request.parameters()
+    return json.loads(given) if given and given != "{}" else {}
 
 
 def _stack(spec: TensorSpec, rows: Sequence[np.ndarray], tokens: int) -> np.ndarray:
     """Rows' logits as one array; token-wise ones are padded to the request's own row length."""
+    if len(rows) == 1 and len(rows[0]) == (spec.dims[0] if spec.dims[0] != -1 else tokens):
+        return np.asarray(rows[0], np.float32)[None]
     if spec.dims[0] != -1:
         return np.stack(rows).astype(np.float32, copy=False)
     stacked = np.zeros((len(rows), tokens, *rows[0].shape[1:]), np.float32)

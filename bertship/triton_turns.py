@@ -56,6 +56,8 @@ def run_together(runner: Runner, rows: Sequence[Row], threads: int) -> Logits:
 
     A single row that is left over takes all threads. A row's logits are the same either way.
     """
+    if len(rows) == 1:
+        return runner(rows)
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
     alone = 1 if threads > 1 and len(rows) % threads == 1 else 0
     parts = [runner([rows[i] for i in part]) for part in (order[:alone], order[alone:]) if part]
