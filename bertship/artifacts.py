@@ -30,7 +30,7 @@ _FIELDS: dict[str, dict[str, type]] = {
         **dict.fromkeys(("versions", "config", "inputs", "metrics", "files", "graphs"), dict),
     }
 }
-_JSON_NAMES = {str: "a string", dict: "an object"}
+_JSON_NAMES: dict[type, str] = {str: "a string", dict: "an object"}
 _RECORDED_PACKAGES = ("numpy", "onnx", "onnxruntime", "tensorrt", "tokenizers", "torch")
 
 

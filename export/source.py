@@ -100,10 +100,10 @@ def model_of(export: Path, manifest: Mapping[str, Any], task: Task, given: Path 
     Raises InputError where it is not there, has changed, or lacks weights.
     """
     inputs = manifest["inputs"]
-    stated = inputs.get("model") or (Path(inputs["run"]) / "model" if inputs.get("run") else None)
-    if given is None and stated is None:
+    stated = inputs.get("model") or inputs.get("run")
+    if given is None and not stated:
         raise InputError(f"{export}/{MANIFEST} does not say which model it was made from; give --model")
-    model_dir = given or Path(stated)
+    model_dir = given or Path(str(stated))
     if (model_dir / "model" / "config.json").is_file():  # a run
         model_dir = model_dir / "model"
     if not model_dir.is_dir():

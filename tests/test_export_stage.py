@@ -50,7 +50,7 @@ def test_an_export_holds_what_it_says_and_answers_as_pytorch_does(tmp_path, head
     out = tmp_path / "export"
     manifest = publish.export_run(run, out, ["fp32", "fp16"], examples, silent)
     assert manifest == artifacts.read_manifest(out, "export")
-    assert set(manifest["files"]) == {path.name for path in out.iterdir()} - {"manifest.json"}
+    assert set(manifest["files"]) == {path.name for path in out.iterdir()} - {"manifest.json", "report.html"}
     assert artifacts.is_current(out, manifest["fingerprint"])
     assert (manifest["task"], manifest["serve"]) == (TASKS_BY_HEAD[head].name, "fp32")
     assert json.loads((out / "parity.json").read_text()) == manifest["metrics"]["parity"]
