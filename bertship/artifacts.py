@@ -23,6 +23,14 @@ import bertship
 from bertship.errors import InputError
 
 MANIFEST = "manifest.json"
+# what readers take for granted of a stage's manifest, and its type; exports are carried from machine to machine
+_FIELDS: dict[str, dict[str, type]] = {
+    "export": {
+        **dict.fromkeys(("fingerprint", "created", "task", "serve"), str),
+        **dict.fromkeys(("versions", "config", "inputs", "metrics", "files", "graphs"), dict),
+    }
+}
+_JSON_NAMES: dict[type, str] = {str: "a string", dict: "an object"}
 _RECORDED_PACKAGES = ("numpy", "onnx", "onnxruntime", "tensorrt", "tokenizers", "torch")
 
 
@@ -49,9 +57,7 @@ def publish(target: Path) -> Iterator[Path]:
     staging.mkdir()
     try:
         yield staging
-        if target.exists():
-            target.rename(replaced)
-        staging.rename(target)
+        _switch(staging, target, replaced)
         shutil.rmtree(replaced, ignore_errors=True)
     except Exception as error:
         if _disk_is_full(error):
@@ -63,6 +69,20 @@ def publish(target: Path) -> Iterator[Path]:
         if replaced.exists() and not target.exists():  # stopped between the two renames
             replaced.rename(target)
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _switch(staging: Path, target: Path, replaced: Path) -> None:
+    """Rename `staging` to `target`, what was there to `replaced`; of writers that end at once, the last one stays."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # another writer has just moved it out of the way
+            target.rename(replaced)
+        try:
+            staging.rename(target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(replaced, ignore_errors=True)  # another writer has put its own there meanwhile
 
 
 def published(staging: Path) -> Path:
@@ -173,7 +193,24 @@ def read_manifest(directory: Path, stage: str | None = None) -> dict[str, Any]:
         raise InputError(f"{path} is no JSON object; make the directory again")
     if stage and manifest.get("stage") != stage:
         raise InputError(f"{directory} was written by stage {manifest.get('stage')!r}; a {stage!r} directory is needed")
+    if stage in _FIELDS:
+        _check_fields(path, manifest, _FIELDS[stage])
     return manifest
+
+
+def _check_fields(path: Path, manifest: Mapping[str, Any], fields: Mapping[str, type]) -> None:
+    """Refuse a manifest that was cut or edited, before a reader trips over what it lacks."""
+    for name, kind in fields.items():
+        if not isinstance(manifest.get(name), kind):
+            shown = repr(manifest[name])[:60] if name in manifest else "missing"
+            raise InputError(f"{path}: {name} is {shown}, {_JSON_NAMES[kind]} is needed; make the directory again")
+    for name, file in manifest.get("graphs", {}).items():
+        if not isinstance(file, str):
+            raise InputError(f"{path}: the graph of {name} is {file!r:.60}, a file is needed; make the directory again")
+    for name, facts in manifest["files"].items():
+        whole = isinstance(facts, dict) and isinstance(facts.get("bytes"), int) and isinstance(facts.get("sha256"), str)
+        if not whole:
+            raise InputError(f"{path}: files has no size and hash of {name}; make the directory again")
 
 
 def check_files(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -190,6 +227,7 @@ def is_current(directory: Path, fingerprint: str) -> bool:
     """Whether `directory` was made from the inputs of this fingerprint and still holds what its manifest lists."""
     try:
         manifest = read_manifest(directory)
+        _check_fields(directory / MANIFEST, manifest, {"fingerprint": str, "files": dict})
     except InputError:
         return False
     return manifest.get("fingerprint") == fingerprint and all(

@@ -197,7 +197,9 @@ def _read_gate(directory: Path) -> tuple[dict[str, Any], dict[str, float], dict[
     results = [*manifest["metrics"]["parity"], *(manifest.get("plan_parity") or [])]
     for name, engine in dict.fromkeys((r["precision"], r["engine"]) for r in results):
         own = [r for r in results if (r["precision"], r["engine"]) == (name, engine)]
-        metrics[f"{name}, {engine}: largest difference"] = max(r["max_difference"] for r in own)
+        metrics[f"{name}, {engine}: largest difference"] = max(
+            float("inf") if r["max_difference"] is None else r["max_difference"] for r in own
+        )
         metrics[f"{name}, {engine}: same decisions"] = min(r["agreement"] for r in own)
         scored = [r for r in own if r["artifact_metric"] is not None]
         if scored:

@@ -60,6 +60,11 @@ def metric_lines(metrics: dict[str, Any], indent: str = "  ") -> list[str]:
     return lines
 
 
+def difference(value: float | None) -> str:
+    """A difference of the gate's, for people; None is one that is not finite."""
+    return "nan" if value is None else f"{value:.1e}"
+
+
 def parity_lines(manifest: dict[str, Any]) -> list[str]:
     """The gate's comparisons as a table of plain text."""
     lines = [
@@ -73,9 +78,10 @@ def parity_lines(manifest: dict[str, Any]) -> list[str]:
         if result["artifact_metric"] is not None:
             change = result["artifact_metric"] - result["reference_metric"]
             metric = f"{result['metric']} {result['artifact_metric']:.4f} ({change:+.4f})"
+        largest, mean = difference(result["max_difference"]), difference(result["mean_difference"])
         lines.append(
-            f"  {name:<10} {size:>6.1f} MB  {result['rows']:>5} {result['mode']:<14} {result['max_difference']:>8.1e} "
-            f"{result['mean_difference']:>8.1e} {result['agreement']:>8.2%}  {metric}"
+            f"  {name:<10} {size:>6.1f} MB  {result['rows']:>5} {result['mode']:<14} {largest:>8} "
+            f"{mean:>8} {result['agreement']:>8.2%}  {metric}"
             f"{'' if result['passed'] else '  FAILED'}"
         )
     return lines

@@ -61,7 +61,7 @@ class OnnxGpuRunner:
         inputs = {tensor.name: tensor for tensor in session.get_inputs()}
         if set(inputs) != set(OnnxRunner.INPUTS):
             raise InputError(f"{self.path} has inputs {sorted(inputs)}; {', '.join(OnnxRunner.INPUTS)} are needed")
-        self._session = session
+        self._session: Any = session
         self.outputs = [tensor.name for tensor in session.get_outputs()]
         sequence = inputs["input_ids"].shape[1]
         self._tokenwise = {
@@ -87,4 +87,5 @@ class OnnxGpuRunner:
         return run_in_batches(self.run, self.outputs, rows, self._tokenwise, self.buckets, self.max_batch)
 
     def close(self) -> None:
-        del self._session
+        """A second call does nothing."""
+        self._session = None

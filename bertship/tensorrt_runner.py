@@ -22,6 +22,14 @@ from bertship.runners import OnnxRunner, run_in_batches
 from bertship.tasks.base import Logits
 from bertship.tokenization import Row
 
+FACTS = ("version", "compute_capabilities", "sha256", "outputs")  # what a loader compares, or takes for granted
+
+
+def check_facts(path: Path, facts: Mapping[str, Any], rebuild: str) -> None:
+    """Refuse a plan that the manifest does not say enough of. Raises InputError."""
+    if lacking := [name for name in FACTS if not facts.get(name)]:
+        raise InputError(f"the manifest does not say {', '.join(lacking)} of {path}; build it here: {rebuild}")
+
 
 def check_plan(path: Path, facts: Mapping[str, Any], version: str, device: Device, rebuild: str) -> None:
     """Refuse a plan of another TensorRT or GPU, or a changed file. `rebuild` is the command that mends it.
@@ -30,6 +38,7 @@ def check_plan(path: Path, facts: Mapping[str, Any], version: str, device: Devic
     any that runs that TensorRT; it is named, as it is the third thing to look at. Raises InputError.
     """
     remedy = f"build it here: {rebuild}"
+    check_facts(path, facts, rebuild)
     if facts["version"] != version:
         raise InputError(f"{path} was built by TensorRT {facts['version']}, here is {version}; {remedy}")
     if device.compute_capability not in facts["compute_capabilities"]:
@@ -57,6 +66,7 @@ class TensorRTRunner:
         trt: Any = None,
         cuda: Any = None,
     ) -> None:
+        check_facts(path, facts, rebuild)
         if trt is None:
             try:
                 trt = importlib.import_module("tensorrt")

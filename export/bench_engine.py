@@ -34,6 +34,7 @@ from export.engines import Engine, Work, find_engines, max_positions, work_of
 
 Report = Callable[[str], None]
 PAUSE_S = 0.01  # a library's threads go on spinning for some time, which the next one would pay for
+MOST_TOKENS = 1 << 19  # of a batch: 1,024 rows of 512
 WARM_UP = 2  # calls of each engine before a cell is measured
 FEWEST = 5  # calls of each engine in a cell, however long they take
 MIXED_ROWS = 128  # of the task's own texts, evenly over their lengths
@@ -157,13 +158,19 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def _check(batches: Sequence[int], lengths: Sequence[int], seconds: float, threads: int, longest: int) -> None:
-    if not batches or min(batches) < 1 or not lengths or min(lengths) < 1 or not seconds > 0 or threads < 1:
+    if not batches or min(batches) < 1 or not lengths or min(lengths) < 1 or not 0 < seconds < math.inf or threads < 1:
         raise InputError(
             f"batches {list(batches)}, lengths {list(lengths)}, {seconds} seconds, {threads} threads: whole numbers of "
             "1 or more, and more than 0 seconds, are needed"
         )
+    if threads > available_threads():  # each engine would start so many, and they would wait for each other
+        raise InputError(f"{threads} threads: this process has {available_threads()} cores; give so many or fewer")
     if max(lengths) > longest:
         raise InputError(f"a length of {max(lengths)} tokens: this model takes at most {longest}")
+    if max(batches) * max(lengths) > MOST_TOKENS:
+        raise InputError(
+            f"a batch of {max(batches)} rows of {max(lengths)} tokens: at most {MOST_TOKENS:,} tokens a batch"
+        )
 
 
 def _rows_of(rows: Sequence[Row], batch: int, length: int) -> list[Row]:

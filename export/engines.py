@@ -19,10 +19,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from bertship.errors import InputError
 from bertship.runners import OnnxRunner, session_options
+from bertship.tasks import Task
 from bertship.tasks.base import Logits
-from bertship.tokenization import Row
+from bertship.tokenization import Row, Tokenizer
 from export.precision import PRECISIONS
-from train.finetuned import load_finetuned
+from export.source import model_of
 from train.torch_runner import TorchRunner
 
 CEILING_SIZE = 2048  # rows and columns of the product
@@ -98,15 +99,21 @@ def find_engines(
         runner = OnnxRunner(export / file, threads)
         ceiling = partial(onnx_ceiling, "int8" if name == "int8" else "fp32", threads)
         found.append(Engine("onnxruntime", name, runner, runner.run, ceiling, runner.close))
-    run = Path(manifest["inputs"].get("run") or "")
-    if not (run / "manifest.json").is_file():
-        report(f"torch is left out: the fine-tuned model {run} is not here")
-        return found
+    task = Task.from_file(export / "task.json")
+    pad_id = Tokenizer.from_file(export / "tokenizer.json").pad_id
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         if not wanted or name in wanted:
-            _, tokenizer, model = load_finetuned(run)
-            torch_runner = TorchRunner(model.to(dtype), tokenizer.pad_id)
+            try:
+                model = model_of(export, manifest, task)
+            except InputError as error:
+                report(f"torch is left out: {error}")
+                break
+            torch_runner = TorchRunner(model.to(dtype), pad_id)
             found.append(Engine("torch", name, torch_runner, torch_runner.run, partial(torch_ceiling, dtype)))
+    if not found:
+        raise InputError(
+            f"nothing here runs {', '.join(sorted(wanted)) or 'this export'}; see what was left out, above"
+        )
     return found
 
 

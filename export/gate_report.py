@@ -3,12 +3,14 @@
 Of the manifest alone, so it is made anywhere, NVIDIA's container included. No picture in it takes a library.
 """
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import read_manifest
+from bertship.console import difference
 from bertship.next_steps import next_steps, task_option
 from bertship.report import Report
 from bertship.tasks import Task
@@ -77,13 +79,16 @@ def conclusions(results: Sequence[Mapping[str, Any]]) -> list[str]:
         own = [r for r in results if (r["precision"], r["engine"]) == (name, engine)]
         used = max(map(_used, own))
         least = min(r["agreement"] for r in own)
-        worst = max(own, key=lambda r: r["max_difference"])
+        worst = max(own, key=_used)
         verdict = "passes" if all(r["passed"] for r in own) else "FAILS"
-        sentence = (
-            f"{name} on {engine} {verdict}: at least {least:.2%} of the decisions are PyTorch's, and the largest "
-            f"difference of a logit is {worst['max_difference']:.1e} of the largest ({worst['mode']}), {used:.0%} of "
-            "what is allowed" + (", which leaves little room." if CLOSE < used <= 1 else ".")
+        size = (
+            f"the largest difference of a logit is {difference(worst['max_difference'])} of the largest "
+            f"({worst['mode']}), {used:.0%} of what is allowed"
+            + (", which leaves little room" if CLOSE < used <= 1 else "")
+            if worst["max_difference"] is not None
+            else f"logits are not finite ({worst['mode']})"
         )
+        sentence = f"{name} on {engine} {verdict}: at least {least:.2%} of the decisions are PyTorch's, and {size}."
         scored = [r for r in own if r["artifact_metric"] is not None]
         if scored:
             change = min(r["artifact_metric"] - r["reference_metric"] for r in scored)
@@ -114,9 +119,9 @@ def add_comparisons(page: Report, results: Sequence[Mapping[str, Any]]) -> None:
         [
             (
                 *(r[name] for name in ("precision", "engine", "mode", "rows")),
-                f"{r['max_difference']:.1e}",
+                difference(r["max_difference"]),
                 f"{r['limits']['max_difference']:.0e}",
-                f"{r['mean_difference']:.1e}",
+                difference(r["mean_difference"]),
                 f"{r['agreement']:.2%}",
                 *_metric(r),
                 "yes" if r["passed"] else "; ".join(r["failures"]),
@@ -130,7 +135,7 @@ def add_comparisons(page: Report, results: Sequence[Mapping[str, Any]]) -> None:
         [(r["precision"], r["mode"], r["where"]) for r in results],
     )  # fmt: skip
     cells = [
-        (r["precision"], r["mode"], b["tokens"], b["batch"], b["rows"], f"{b['max_difference']:.1e}")
+        (r["precision"], r["mode"], b["tokens"], b["batch"], b["rows"], difference(b["max_difference"]))
         for r in results
         for b in r["batches"]
     ]
@@ -141,6 +146,8 @@ def add_comparisons(page: Report, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _used(result: Mapping[str, Any]) -> float:
+    if result["max_difference"] is None:
+        return math.inf
     return float(result["max_difference"]) / float(result["limits"]["max_difference"])
 
 

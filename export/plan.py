@@ -5,14 +5,17 @@ elsewhere: in NVIDIA's container, where PyTorch is not needed, they are held aga
 against PyTorch, on the texts that the export kept.
 """
 
+import importlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import MANIFEST, check_files, publish, read_manifest, sha256_file
 from bertship.console import read_samples
+from bertship.cuda import find_device
 from bertship.errors import CheckFailed, InputError
 from bertship.runners import OnnxRunner
 from bertship.tasks import Example, Task
@@ -62,6 +65,26 @@ def add_plan(
     return facts, judge_engine(reference, precision, "tensorrt", open_plan, task.max_tokens)
 
 
+def _link(source: Path, target: Path) -> None:
+    """A second name for the file, or a copy where the file system has no such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def need_tensorrt(export: Path) -> None:
+    """Raise InputError where this machine lacks TensorRT, of which plans are served, or a GPU."""
+    try:
+        importlib.import_module("tensorrt")
+    except ImportError:
+        raise InputError(
+            "a plan is built by TensorRT, whose Python package tensorrt is not installed here; in NVIDIA's container, "
+            f"on the GPU's machine: make plan CONTAINER=..., which runs `{rebuild_command(export)}` (docs/export.md)"
+        ) from None
+    find_device()
+
+
 def make_plans(
     export: Path, report: Report, workspace_mib: int = 1024, *, trt: Any = None, cuda: Any = None
 ) -> dict[str, Any]:
@@ -70,12 +93,17 @@ def make_plans(
     Raises InputError where there is no graph to build from or no TensorRT and GPU, CheckFailed where a plan departs;
     then the export is left as it was.
     """
+    if workspace_mib < 1:
+        raise InputError(f"a workspace of {workspace_mib} MiB is too small; give 1 or more")
     manifest = read_manifest(export, "export")
+    made = (export / MANIFEST).read_bytes()
     graphs = {name: file for name, file in manifest["graphs"].items() if name in PLANS}
     if not graphs:
         raise InputError(f"{export} has no graph for TensorRT; export it with --precision fp32,fp16")
     # the FP32 graph is there whether or not it is served: the others are made from it
     check_files(export, manifest, ("model.onnx", "task.json", "tokenizer.json", "samples.jsonl", *graphs.values()))
+    if trt is None:
+        need_tensorrt(export)  # before minutes are spent on what it is compared with
     task = Task.from_file(export / "task.json")
     tokenizer = Tokenizer.from_file(export / "tokenizer.json")
     examples = [Example(sample["columns"], None, f"sample {i}") for i, sample in enumerate(read_samples(export))]
@@ -88,7 +116,7 @@ def make_plans(
     with publish(export) as staging:
         for path in sorted(export.iterdir()):
             if path.is_file() and path.name not in (MANIFEST, *PLANS.values()):
-                os.link(path, staging / path.name)
+                _link(path, staging / path.name)
         for precision, file in graphs.items():
             plans[precision], judged = add_plan(
                 staging / file,
@@ -112,6 +140,8 @@ def make_plans(
             why = f"TensorRT {plans['fp16']['version']} built a plan for {plans['fp16']['gpu']}"
             manifest["best"] = {"precision": "fp16", "engine": "tensorrt", "why": why}
         manifest |= {"plans": plans, "plan_parity": parity, "files": dict(sorted(kept.items()))}
+        if (export / MANIFEST).read_bytes() != made:
+            raise InputError(f"{export} was made again while its plan was built; run `{rebuild_command(export)}` again")
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         write_export_report(staging)
     return read_manifest(export)

@@ -12,6 +12,7 @@ from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import Pipeline, Runner
 from bertship.tasks import Example
 from bertship.tokenization import Row
+from export.gate_report import write_export_report
 from export.judge import judge
 from export.machine import Machine, choose, find_machine
 from export.onnx_graph import OPSET, export_onnx
@@ -104,7 +105,7 @@ def export_source(
         (staging / "task.json").write_text(task.to_json(), encoding="utf-8")
         source.tokenizer.backend.save(str(staging / "tokenizer.json"))
         _write_samples(reference, runner, staging / SAMPLES)
-        return write_manifest(
+        manifest = write_manifest(
             staging,
             "export",
             fingerprint=fingerprint,
@@ -126,6 +127,8 @@ def export_source(
             best=choice.as_dict(),
             plans=plans,
         )
+        write_export_report(staging)
+    return manifest
 
 
 def _check_precisions(precisions: Sequence[str]) -> None:

@@ -1,20 +1,28 @@
 """What is exported: a fine-tuning run, or a model directory that transformers or anybody else wrote."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from bertship.artifacts import read_manifest, sha256_file
+from bertship.artifacts import MANIFEST, read_manifest, sha256_file
 from bertship.errors import InputError
 from bertship.tasks import Task
 from bertship.tokenization import Tokenizer
 from train.checkpoint import check_vocabulary, labels_of, load_model
+from train.features import model_class
 from train.finetuned import load_finetuned
 from train.heads import HEADS, HeadedModel
 
 _NAMELESS = re.compile(r"LABEL_\d+")  # what transformers writes where nobody gave names
-_FILES = ("config.json", "tokenizer.json", "vocab.txt", "model.safetensors", "model-*.safetensors")
+_WEIGHTS = ".safetensors"
+_FILES = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"),
+    *("model.safetensors.index.json", f"*{_WEIGHTS}"),
+)
+# what an encoder was pre-trained with, and a pooler under a head that reads every token
+_HARMLESS = ("cls.", "bert.pooler.", "pooler.", "bert.embeddings.position_ids", "embeddings.position_ids")
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,12 @@ def from_model_dir(task: Task, model_dir: Path) -> Source:
             f"{model_dir} is not fine-tuned for {task.name} ({report.describe()}); "
             f"fine-tune it first: bertship finetune --task {task.name} --init {model_dir}"
         )
+    if lost := [name for name in report.unused if not name.startswith(_HARMLESS)]:
+        raise InputError(
+            f"{model_dir} has weights that {task.name} would not use ({', '.join(lost[:3])}"
+            f"{', ...' if len(lost) > 3 else ''}): what is exported would be another model; set config.json right, "
+            "or give the run that made it"
+        )
     tokenizer = Tokenizer.from_dir(model_dir)
     check_vocabulary(tokenizer, model.config, str(model_dir))
     if model.config.max_position_embeddings < task.max_tokens:
@@ -78,6 +92,32 @@ def labels_by_name(task: Task, model_dir: Path) -> Task:
     if sorted(folded) != sorted(known):
         raise InputError(f"{where}: its labels are {_shown(stated)}; {task.name} has {', '.join(task.labels)}")
     return task.with_labels([known[label] for label in folded])
+
+
+def model_of(export: Path, manifest: Mapping[str, Any], task: Task, given: Path | None = None) -> HeadedModel:
+    """The PyTorch model that the export was made from; `given` is where it is now, if it moved.
+
+    Raises InputError where it is not there, has changed, or lacks weights.
+    """
+    inputs = manifest["inputs"]
+    stated = inputs.get("model") or inputs.get("run")
+    if given is None and not stated:
+        raise InputError(f"{export}/{MANIFEST} does not say which model it was made from; give --model")
+    model_dir = given or Path(str(stated))
+    if (model_dir / "model" / "config.json").is_file():  # a run
+        model_dir = model_dir / "model"
+    if not model_dir.is_dir():
+        raise InputError(f"{export} was made from {model_dir}, which is not there; give --model")
+    made_from = inputs.get("model_files")
+    if made_from is not None:
+        # an older export did not note every file; more weights would be other weights
+        now = {name: d for name, d in digest_of(model_dir).items() if name in made_from or name.endswith(_WEIGHTS)}
+        if now != made_from:
+            raise InputError(f"{model_dir} is not the model that {export} was made from; export again, or give --model")
+    model, report = load_model(model_class(task), model_dir, task.behaviour.width(task))
+    if not report.complete:
+        raise InputError(f"{model_dir} lacks weights ({report.describe()}); give the model of {export} by --model")
+    return model
 
 
 def digest_of(model_dir: Path) -> dict[str, str]:

@@ -1,12 +1,13 @@
 """The export stage as commands use it: skip what is up to date, make what is not, and judge again what was made."""
 
+import contextlib
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bertship.artifacts import check_files, is_current, publish, read_manifest, write_manifest
+from bertship.artifacts import MANIFEST, check_files, is_current, publish, read_manifest, write_manifest
 from bertship.errors import CheckFailed, InputError
 from bertship.onnx_gpu import PROVIDERS, OnnxGpuRunner
 from bertship.tasks import Example, Task
@@ -16,14 +17,13 @@ from export.gate_report import REPORT, parity_page, write_export_report
 from export.judge import judge
 from export.machine import find_machine
 from export.parity import Engine, Parity, judge_engine, reasons_of
-from export.plan import rebuild_command
+from export.plan import PLANS, rebuild_command
 from export.precision import PRECISIONS
 from export.publish import export_source, fingerprint_of
 from export.reference import MAX_EXAMPLES, Reference
-from export.source import Source, digest_of, from_model_dir, from_run
-from train.checkpoint import load_model
+from export.source import Source, from_model_dir, from_run, model_of
 from train.data import load_examples
-from train.heads import HEADS, HeadedModel
+from train.heads import HeadedModel
 from train.torch_runner import TorchRunner
 
 Report = Callable[[str], None]
@@ -53,7 +53,12 @@ def make_model_export(
 ) -> dict[str, Any]:
     """Export a model directory that was fine-tuned elsewhere, or a run, as `make_export` does."""
     if (model_dir / "task.json").is_file():
-        return make_export(model_dir, out, precisions, data, report, force)
+        source = from_run(model_dir)
+        if source.task.name != task.name:
+            raise InputError(
+                f"{model_dir} is a run of {source.task.name}, not of {task.name}; give --task {source.task.name}"
+            )
+        return _make(source, out, precisions, data, report, force)
     return _make(from_model_dir(task, model_dir), out, precisions, data, report, force)
 
 
@@ -61,6 +66,7 @@ def _make(
     source: Source, out: Path, precisions: Sequence[str] | None, data: str | None, report: Report, force: bool
 ) -> dict[str, Any]:
     lenient = precisions is None
+    check_replaceable(out)
     machine = find_machine()
     if precisions is None:
         precisions = tuple(name for name, p in PRECISIONS.items() if machine.builds_plans or not p.needs_tensorrt)
@@ -83,6 +89,17 @@ def _make(
     return manifest
 
 
+def check_replaceable(out: Path) -> None:
+    """Refuse to put an export in the place of anything but an older one: publishing replaces a directory as a whole."""
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    ours = (out / MANIFEST).is_file()
+    with contextlib.suppress(InputError):  # cut short, it is still an export's
+        ours = ours and read_manifest(out).get("stage", "export") == "export"
+    if not ours:
+        raise InputError(f"{out} is not empty and no export: it would be lost; move it away, or give other --runs")
+
+
 def check_parity(
     export: Path,
     data: str | None,
@@ -100,27 +117,53 @@ def check_parity(
     if engine not in ENGINES:
         raise InputError(f"unknown engine {engine!r}; engines are {', '.join(ENGINES)}")
     manifest = read_manifest(export, "export")
-    graphs = manifest["graphs"]
-    check_files(export, manifest, ("task.json", "tokenizer.json", *graphs.values()))
+    check_files(export, manifest, ("task.json", "tokenizer.json", *manifest["graphs"].values()))
     task, tokenizer = Task.from_file(export / "task.json"), Tokenizer.from_file(export / "tokenizer.json")
     model = model_of(export, manifest, task, model_dir)
+    with contextlib.ExitStack() as stack:
+        # opened before anything is computed: an engine that is not here is no verdict on the export
+        engines: dict[str, Engine | None] = {}
+        for name, open_engine in _engines(export, manifest, task, engine).items():
+            engines[name] = opened = open_engine() if open_engine is not None else None
+            if opened is not None:
+                stack.callback(opened.close)
+        return _judge_again(export, manifest, task, tokenizer, model, engines, engine, data, report, full)
+
+
+def _judge_again(
+    export: Path,
+    manifest: dict[str, Any],
+    task: Task,
+    tokenizer: Tokenizer,
+    model: HeadedModel,
+    engines: dict[str, Engine | None],
+    engine: str,
+    data: str | None,
+    report: Report,
+    full: bool,
+) -> dict[str, Any]:
+    """`check_parity` with everything at hand; `engines` by precision, None for a graph on the CPU."""
     examples = load_examples(task, data or manifest["inputs"].get("data"), "dev", report)
     report(f"PyTorch FP32 on {len(examples) if full else min(len(examples), MAX_EXAMPLES)} examples")
     runner = TorchRunner(model, tokenizer.pad_id)
     reference = Reference(task, tokenizer, runner, examples, None if full else MAX_EXAMPLES)
     results: list[Parity] = []
-    for precision, open_engine in _engines(export, manifest, task, engine).items():
+    for precision, opened in engines.items():
         report(f"{precision} on {engine}: {len(reference.rows)} rows")
         try:
-            if open_engine is None:
-                results += judge(reference, precision, export / graphs[precision], model)
+            if opened is None:
+                results += judge(reference, precision, export / manifest["graphs"][precision], model)
             else:
-                results += judge_engine(reference, precision, engine, open_engine, task.max_tokens)
+                results += judge_engine(reference, precision, engine, partial(_given, opened), task.max_tokens)
         except CheckFailed as error:
             raise CheckFailed(f"the parity gate refused {task.name}: {precision}: {error}") from None
     parity = [result.as_dict() for result in results]
     reasons = reasons_of(results)
     return manifest | {"metrics": {"parity": parity}, "passed": not reasons, "reasons": reasons}
+
+
+def _given(engine: Engine) -> Engine:
+    return engine
 
 
 def make_parity(
@@ -156,6 +199,10 @@ def make_parity(
 def _engines(export: Path, manifest: dict[str, Any], task: Task, engine: str) -> dict[str, Callable[[], Engine] | None]:
     """What is to be judged, by precision: how to open it, None for a graph on the CPU."""
     graphs = manifest["graphs"]
+    if unknown := [name for name in graphs if name not in PRECISIONS]:
+        raise InputError(f"{export} has a graph of unknown precision {unknown[0]!r}; export again")
+    if not graphs:
+        raise InputError(f"{export} has no graph; export again")
     if engine == "cpu":
         return dict.fromkeys(graphs)
     if engine == "tensorrt":
@@ -163,26 +210,14 @@ def _engines(export: Path, manifest: dict[str, Any], task: Task, engine: str) ->
         if not plans:
             raise InputError(f"{export} has no TensorRT plan; build one: {rebuild_command(export)}")
         rebuild = rebuild_command(export)
-        return {name: partial(TensorRTRunner, export / f["file"], f, rebuild) for name, f in plans.items()}
+        if unnamed := [name for name, facts in plans.items() if name not in PLANS or not isinstance(facts, dict)]:
+            raise InputError(f"{export}/{MANIFEST} has no facts of a plan {unnamed[0]!r}; build it again: {rebuild}")
+        return {
+            name: partial(TensorRTRunner, export / str(facts.get("file", PLANS[name])), facts, rebuild)
+            for name, facts in plans.items()
+        }
     provider = engine.removeprefix("onnxruntime-")
     judged = [name for name in NARROW_ENGINES if name in graphs]
     if not judged:
         raise InputError(f"{export} has none of {', '.join(NARROW_ENGINES)}, which {engine} runs; export one of them")
     return {name: partial(OnnxGpuRunner, export / graphs[name], provider, task.buckets) for name in judged}
-
-
-def model_of(export: Path, manifest: dict[str, Any], task: Task, given: Path | None) -> HeadedModel:
-    """The PyTorch model that the export was made from."""
-    inputs = manifest["inputs"]
-    model_dir = given or Path(inputs.get("model") or Path(inputs["run"]) / "model")
-    if (model_dir / "model" / "config.json").is_file():  # a run
-        model_dir = model_dir / "model"
-    if not model_dir.is_dir():
-        raise InputError(f"{export} was made from {model_dir}, which is not there; give --model")
-    made_from = inputs.get("model_files")
-    if made_from is not None and digest_of(model_dir) != made_from:
-        raise InputError(f"{model_dir} is not the model that {export} was made from; export again, or give --model")
-    model, report = load_model(HEADS[task.behaviour.head], model_dir, task.behaviour.width(task))
-    if not report.complete:
-        raise InputError(f"{model_dir} lacks weights ({report.describe()}); give the model of {export} by --model")
-    return model

@@ -180,3 +180,27 @@ def test_read_manifest_says_what_is_wrong(made, tmp_path):
         (made / "manifest.json").write_text(text)
         with pytest.raises(InputError, match=reason):
             read_manifest(made)
+
+
+def test_two_writers_that_end_at_once_leave_one_whole_directory(tmp_path, monkeypatch):
+    """Another writer puts its directory in place between this one's two renames."""
+    target, rename, calls = tmp_path / "out", Path.rename, []
+
+    def meanwhile(path, to):
+        if Path(to) == target and not calls:
+            calls.append(path)
+            (tmp_path / "other").mkdir()
+            (tmp_path / "other" / "theirs").write_text("whole")
+            rename(tmp_path / "other", target)
+        return rename(path, to)
+
+    for existing in (False, True):
+        calls.clear()
+        if existing:
+            assert (target / "ours").is_file()
+        with monkeypatch.context() as patch, publish(target) as staging:
+            (staging / "ours").write_text("whole")
+            patch.setattr(Path, "rename", meanwhile)
+        assert calls
+        assert [path.name for path in target.iterdir()] == ["ours"]
+        assert list(tmp_path.iterdir()) == [target]

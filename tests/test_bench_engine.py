@@ -94,10 +94,26 @@ def test_without_the_fine_tuned_model_torch_is_left_out_and_said(export, tmp_pat
     monkeypatch.setattr(engines, "CEILING_S", 0.01)
     said: list[str] = []
     manifest = json.loads((export / "manifest.json").read_text("utf-8"))
-    manifest["inputs"]["run"] = str(tmp_path / "gone")
-    found = engines.find_engines(export, manifest, 1, said.append, ["fp16"])
-    assert [engine.name for engine in found] == ["onnxruntime fp16"]
-    assert said == [f"torch is left out: the fine-tuned model {tmp_path / 'gone'} is not here"]
+    manifest["inputs"]["model"] = str(tmp_path / "gone")
+    found = engines.find_engines(export, manifest, 1, said.append, ["fp32"])
+    assert [engine.name for engine in found] == ["onnxruntime fp32"]
+    assert said == [f"torch is left out: {export} was made from {tmp_path / 'gone'}, which is not there; give --model"]
+    with pytest.raises(InputError, match="nothing here runs bf16"):
+        engines.find_engines(export, manifest, 1, said.append, ["bf16"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"threads": 100_000}, "100000 threads: this process has"),
+        ({"seconds": float("inf")}, "inf seconds"),
+        ({"batches": (10**9,)}, "a batch of 1000000000 rows of 5 tokens"),
+    ],
+)
+def test_what_would_never_end_or_fit_is_refused_before_anything_starts(export, tmp_path, monkeypatch, asked, says):
+    monkeypatch.setattr(bench_engine, "find_engines", lambda *_: pytest.fail("engines were opened"))
+    with pytest.raises(InputError, match=says):
+        bench_engine.bench_engines(export, tmp_path / "bench", **{"batches": (1,), "lengths": (5,), **asked})
 
 
 @pytest.mark.parametrize("head", ["sentence", "span"])

@@ -7,8 +7,10 @@ import shutil
 import numpy as np
 import onnx
 import pytest
+import safetensors.torch
 import torch
 import transformers
+from small_bert import make_run
 from test_parity import edit, flip_a_later_weight, matrices
 
 from bertship import artifacts
@@ -16,7 +18,7 @@ from bertship.errors import InputError
 from bertship.tasks import TASKS
 from bertship.tasks.base import softmax
 from bertship.tokenization import Tokenizer, pad
-from export import stages
+from export import engines, precision, stages
 from export.source import from_model_dir, labels_by_name
 
 
@@ -222,7 +224,7 @@ def test_what_cannot_be_judged_is_one_line(export, data, bertship, tmp_path):
         (("--model", tmp_path), "is not the model that"),
     ):
         code, _, err = bertship(*common, *arguments)
-        assert code in (1, 2) and says in err and err.rstrip("\n").rpartition("\n")[2].startswith("error: ")
+        assert code == 2 and says in err and err.rstrip("\n").rpartition("\n")[2].startswith("error: ")
     (export / "model.onnx").write_bytes(b"other")
     code, _, err = bertship(*common)
     assert code == 2 and "model.onnx has changed since it was made" in err
@@ -237,3 +239,154 @@ def test_a_model_that_changed_is_not_the_reference(export, model_dir, data, bert
     (moved / "config.json").write_text((moved / "config.json").read_text("utf-8") + " ", "utf-8")
     code, _, err = bertship(*common)
     assert code == 2 and f"{moved} is not the model that {export} was made from" in err
+
+
+def reexported(folder, data, bertship, runs):
+    arguments = ("--task", "sst2", "--data", data / "sst2", "--precision", "fp32", "--runs", runs, folder)
+    return bertship("export", *arguments)
+
+
+def test_another_casing_is_another_model(tmp_path, model_dir, data, bertship):
+    """Of a directory with vocab.txt alone, tokenizer_config.json says how it is read."""
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    for lowercase in (True, False):
+        settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"do_lower_case": lowercase}), "utf-8")
+        code, _, err = reexported(folder, data, bertship, tmp_path)
+        assert code == 0 and "is up to date" not in err
+        assert Tokenizer.from_file(tmp_path / "export" / "sst2" / "tokenizer.json").lowercase is lowercase
+
+
+def test_weights_that_would_not_be_used_are_refused(tmp_path, model_dir, data, bertship):
+    """They are another model's: config.json says one block, the file has two; or a head has more than ours."""
+    config = json.loads((model_dir / "config.json").read_text("utf-8"))
+    fewer = shutil.copytree(model_dir, tmp_path / "fewer")
+    (fewer / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), "utf-8")
+    mixed = shutil.copytree(model_dir, tmp_path / "mixed")
+    tensors = safetensors.torch.load_file(mixed / "model.safetensors")
+    safetensors.torch.save_file(tensors | {"mix.weight": torch.zeros(2)}, mixed / "model.safetensors")
+    for folder, name in ((fewer, "bert.encoder.layer.1."), (mixed, "mix.weight")):
+        code, _, err = reexported(folder, data, bertship, tmp_path / "runs")
+        assert code == 2 and f"has weights that sst2 would not use ({name}" in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"is_decoder": True}, "is_decoder is true"),
+        ({"architectures": 5}, "architectures is 5, a list of classes is needed"),
+    ],
+)
+def test_configurations_of_other_models_are_one_line(tmp_path, model_dir, data, bertship, change, says):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | change), "utf-8")
+    code, _, err = reexported(folder, data, bertship, tmp_path / "runs")
+    assert code == 2 and says in err and err.count("\n") == 1
+
+
+def test_a_run_of_another_task_is_not_exported_as_this_one(tmp_path, data, bertship):
+    run = make_run(tmp_path / "run", "sentence")
+    code, _, err = reexported(run, data, bertship, tmp_path / "runs")
+    assert (code, err) == (2, f"error: {run} is a run of moods, not of sst2; give --task moods\n")
+
+
+def test_what_is_no_export_is_not_replaced(tmp_path, model_dir, data, bertship):
+    """Publishing replaces a directory as a whole: a model kept there would be lost."""
+    folder = shutil.copytree(model_dir, tmp_path / "export" / "sst2")
+    before = contents(folder)
+    code, _, err = reexported(folder, data, bertship, tmp_path)
+    assert code == 2 and f"{folder} is not empty and no export" in err
+    assert contents(folder) == before
+    (tmp_path / "runs" / "export" / "sst2").mkdir(parents=True)
+    (tmp_path / "runs" / "export" / "sst2" / "manifest.json").write_text('{"stage": "export", "files"', "utf-8")
+    assert reexported(model_dir, data, bertship, tmp_path / "runs")[0] == 0  # an export cut short is
+
+
+def test_without_vnni_fp32_is_best_and_int8_has_seven_bits(tmp_path, model_dir, data, bertship, monkeypatch):
+    """exp.8, by what the processor says of itself."""
+    (tmp_path / "cpuinfo").write_text("model name\t: Old\nflags\t\t: fpu sse2 avx2 avx512f\n", "utf-8")
+    monkeypatch.setattr(precision, "CPUINFO", tmp_path / "cpuinfo")
+    arguments = ("--task", "sst2", "--data", data / "sst2", "--runs", tmp_path, model_dir)
+    code, out, err = bertship("--json", "export", *arguments)
+    assert code == 0, err
+    manifest = json.loads(out)
+    assert manifest["best"]["precision"] == manifest["serve"] == "fp32" and "VNNI" in manifest["best"]["why"]
+    assert manifest["recipes"]["int8"]["weight_bits"] == 7
+
+
+@pytest.mark.parametrize("command", ["parity", "plan", "bench-engine"])
+def test_a_manifest_that_lacks_something_is_one_line(export, bertship, tmp_path, command):
+    whole = json.loads((export / "manifest.json").read_text("utf-8"))
+    names = ("graphs", "files", "inputs", "task", "fingerprint", "created", "versions")
+    spoilt = [({name: value for name, value in whole.items() if name != lacking}, lacking) for lacking in names]
+    spoilt += [
+        (whole | {"graphs": []}, "graphs is [], an object is needed"),
+        (whole | {"graphs": {"fp32": 5}}, "the graph of fp32 is 5, a file is needed"),
+        (whole | {"inputs": None}, "inputs is None"),
+        (whole | {"files": {"model.onnx": 5}}, "files has no size and hash of model.onnx"),
+        (whole | {"files": {"model.onnx": {"bytes": 5}}}, "files has no size and hash of model.onnx"),
+    ]
+    for manifest, says in spoilt:
+        (export / "manifest.json").write_text(json.dumps(manifest), "utf-8")
+        code, out, err = bertship(command, export, *(() if command == "plan" else ("--runs", tmp_path / "runs")))
+        assert code == 2 and says in err and "make the directory again" in err and out == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unknown_precisions_in_a_manifest_are_one_line(export, data, bertship, tmp_path):
+    manifest = json.loads((export / "manifest.json").read_text("utf-8"))
+    for graphs, says in (({"fp64": "model.onnx"}, "a graph of unknown precision 'fp64'"), ({}, "has no graph")):
+        (export / "manifest.json").write_text(json.dumps(manifest | {"graphs": graphs}), "utf-8")
+        code, _, err = bertship("parity", export, "--data", data / "sst2", "--runs", tmp_path)
+        assert code == 2 and says in err
+
+
+def test_plans_that_the_manifest_says_too_little_of_are_one_line(export, data, bertship, tmp_path):
+    manifest = json.loads((export / "manifest.json").read_text("utf-8"))
+    for plans, says in (
+        ({"fp16": {"file": "model.plan"}}, "does not say version, compute_capabilities, sha256, outputs of"),
+        ({"fp16": {}}, "does not say version"),
+        ({"fp16": 5}, "has no facts of a plan 'fp16'"),
+    ):
+        (export / "manifest.json").write_text(json.dumps(manifest | {"plans": plans}), "utf-8")
+        code, _, err = bertship("parity", export, "--data", data / "sst2", "--runs", tmp_path, "--engine", "tensorrt")
+        assert code == 2 and says in err and f"bertship plan {export}" in err
+
+
+def test_values_that_are_not_finite_are_null_in_json_and_named_in_the_page(export, data, bertship, tmp_path):
+    """JSON has no NaN; and a maximum over NaN would name any of them."""
+    spoil(export, lambda graph: edit(matrices(graph)[8], lambda w: w.__setitem__((0, 0), np.nan)))
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    code, out, _ = bertship("--json", "parity", export, "--data", data / "sst2", "--runs", tmp_path)
+    found = json.loads(out, parse_constant=refuse)
+    assert code == 1 and not found["passed"] and found["parity"][0]["max_difference"] is None
+    kept = (tmp_path / "parity" / "sst2" / "manifest.json").read_text("utf-8")
+    assert json.loads(kept, parse_constant=refuse)["metrics"]["parity"] == found["parity"]
+    page = html.unescape((tmp_path / "parity" / "sst2" / "report.html").read_text("utf-8"))
+    assert "fp32 on onnxruntime FAILS" in page and "logits are not finite (padded to 32)" in page
+    code, out, _ = bertship("parity", export, "--data", data / "sst2", "--runs", tmp_path)
+    assert code == 1 and "nan" in out
+
+
+def test_engines_are_asked_for_before_anything_is_computed(export, data, bertship, tmp_path, monkeypatch):
+    """An engine that this machine lacks is no verdict on the export: exit 2, at once."""
+    monkeypatch.setattr(stages, "load_examples", lambda *_: pytest.fail("texts were read"))
+    for engine in ("onnxruntime-cuda", "onnxruntime-tensorrt", "tensorrt"):
+        code, _, err = bertship("parity", export, "--data", data / "sst2", "--runs", tmp_path, "--engine", engine)
+        assert code == 2 and "refused" not in err
+
+
+def test_an_export_of_a_model_from_elsewhere_is_measured_beside_pytorch(export, bertship, tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "CEILING_SIZE", 64)
+    monkeypatch.setattr(engines, "CEILING_S", 0.01)
+    small = ("--batch", "1", "--length", "4", "--seconds", "0.01", "--no-mixed", "--runs", tmp_path)
+    code, out, err = bertship("--json", "bench-engine", export, *small)
+    assert code == 0, err
+    names = {f"{row['runner']} {row['precision']}" for row in json.loads(out)["rows"]}
+    assert names == {"onnxruntime fp32", "torch fp32", "torch bf16"}

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_an_export_holds_what_it_says_and_answers_as_pytorch_does(tmp_path, head
     out = tmp_path / "export"
     manifest = publish.export_run(run, out, ["fp32", "fp16"], examples, silent)
     assert manifest == artifacts.read_manifest(out, "export")
-    assert set(manifest["files"]) == {path.name for path in out.iterdir()} - {"manifest.json"}
+    assert set(manifest["files"]) == {path.name for path in out.iterdir()} - {"manifest.json", "report.html"}
     assert artifacts.is_current(out, manifest["fingerprint"])
     assert (manifest["task"], manifest["serve"]) == (TASKS_BY_HEAD[head].name, "fp32")
     assert json.loads((out / "parity.json").read_text()) == manifest["metrics"]["parity"]
@@ -82,13 +83,15 @@ def test_unknown_precisions_and_directories_that_are_no_run_are_refused(quick, t
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("victim", ["model.onnx", "model.fp16.onnx", "model.int8.onnx", "parity.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "victim", ["model.onnx", "model.fp16.onnx", "model.int8.onnx", "parity.json", "manifest.json", "report.html"]
+)
 def test_a_disk_that_fills_up_leaves_nothing_new_and_the_old_in_place(quick, tmp_path, monkeypatch, victim):
     out, precisions, examples = tmp_path / "export", ["fp32", "fp16", "int8"], make_examples("sentence")
     graph = quick.parent / "model.onnx"
 
     def full(path):
-        if Path(path).name == victim:
+        if Path(path).name in (victim, f".{victim}.partial-{os.getpid()}"):
             Path(path).write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 from small_bert import CONFIG, TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
 
+from bertship.artifacts import read_manifest
 from bertship.config import FinetuneConfig
 from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import from_export
 from bertship.runners import OnnxRunner
 from bertship.tasks.base import Task
 from bertship.tokenization import pad
+from export import stages
 from export.onnx_graph import export_onnx
 from export.publish import export_run
 from train import features, finetune
@@ -169,7 +171,7 @@ def test_what_does_not_fit_is_refused(head, settings, says, init, tmp_path):
 
 
 @pytest.mark.parametrize(("head", "top"), [("token", "bilstm"), ("token", "linear"), ("sentence", "linear")])
-def test_a_frozen_encoders_model_passes_the_gate_like_any_other(head, top, init, tmp_path):
+def test_a_frozen_encoders_model_passes_the_gate_like_any_other(head, top, init, tmp_path, monkeypatch):
     examples = make_examples(head, 30)
     config = FinetuneConfig(
         min_updates=20, batch_size=8, precision="fp32", layers="weighted_all", head=top, learning_rate=5e-3
@@ -177,6 +179,9 @@ def test_a_frozen_encoders_model_passes_the_gate_like_any_other(head, top, init,
     finetune.finetune(TASKS_BY_HEAD[head], init, tmp_path / "out", config, examples, examples, lambda line: None)
     export_run(tmp_path / "out", tmp_path / "export", ("fp32", "fp16"), examples, lambda line: None)
     task, tokenizer, trained = load_finetuned(tmp_path / "out")
+    monkeypatch.setattr(stages, "load_examples", lambda *_: examples)
+    again = stages.check_parity(tmp_path / "export", None, lambda line: None)
+    assert again["passed"] and again["metrics"] == read_manifest(tmp_path / "export")["metrics"]
     columns = columns_of(task, examples)
     pipeline = from_export(tmp_path / "export", "fp32")
     wanted = evaluate(task, tokenizer, TorchRunner(trained, 0), examples)[1]

@@ -232,6 +232,29 @@ def test_an_output_of_one_row_closes_the_gate(runs, tmp_path):
     ]
 
 
+def test_a_row_of_padding_that_reaches_its_neighbours_closes_the_gate(gate):
+    """The smallest count of tokens in the batch is added to every logit, where it is 0: real text has no such row."""
+
+    def reach(graph):
+        last = graph.node[-1]
+        name, last.output[0] = last.output[0], "own"
+        for label, value in (("axis", np.array([1])), ("one", np.array(1.0, np.float32))):
+            graph.initializer.append(numpy_helper.from_array(value, f"reach_{label}"))
+        graph.node.extend(
+            [
+                helper.make_node("ReduceSum", ["attention_mask", "reach_axis"], ["counts"], keepdims=0),
+                helper.make_node("ReduceMin", ["counts"], ["fewest"], keepdims=0),
+                helper.make_node("Cast", ["fewest"], ["few"], to=onnx.TensorProto.FLOAT),
+                helper.make_node("Min", ["few", "reach_one"], ["any"]),
+                helper.make_node("Sub", ["any", "reach_one"], ["empty"]),
+                helper.make_node("Add", ["own", "empty"], [name]),
+            ]
+        )
+
+    message = gate("sentence", reach)
+    assert "a row of padding alone changes the rows beside it" in message and "departs by" not in message
+
+
 @pytest.mark.parametrize("name", ["fp16", "int8"])
 @pytest.mark.parametrize("spoil", [swap_labels, hide_all_but_the_first])
 def test_other_precisions_have_their_gate(gate, name, spoil):

@@ -1,5 +1,6 @@
 """export/plan.py and the export's own plan, with a stand-in for TensorRT: what is built, judged, published, refused."""
 
+import errno
 import functools
 import json
 import subprocess
@@ -11,7 +12,7 @@ from fake_tensorrt import FakeCuda, fake_tensorrt, write_plan
 from small_bert import TASKS_BY_HEAD, make_examples, make_run
 from test_parity import edit, matrices
 
-from bertship import artifacts
+from bertship import artifacts, cuda
 from bertship.errors import CheckFailed, InputError
 from bertship.tensorrt_runner import TensorRTRunner
 from export import plan, publish
@@ -133,6 +134,55 @@ def test_without_a_graph_for_it_or_tensorrt_one_line_says_so(export, tmp_path, b
     code, _, err = bertship("plan", out)
     assert code == 2 and err.splitlines()[-1].startswith("error: ")
     assert contents(out) == before
+
+
+def test_what_a_plan_takes_is_asked_for_before_anything_is_computed(export, bertship, monkeypatch):
+    """TensorRT for RTX, which tests have, is no TensorRT: no server loads its plans."""
+    out, _ = export
+    before = contents(out)
+    monkeypatch.setattr(plan, "Reference", lambda *_, **__: pytest.fail("the FP32 graph was run"))
+
+    def no_driver():
+        raise InputError("no driver")
+
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    code, _, err = bertship("plan", out)
+    assert code == 2 and "Python package tensorrt is not installed here" in err and f"`bertship plan {out}`" in err
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt())
+    monkeypatch.setattr(cuda, "load_driver", no_driver)
+    code, _, err = bertship("plan", out)
+    assert (code, err) == (2, "error: no driver\n")
+    for mib in (0, -5):
+        code, _, err = bertship("plan", out, "--workspace-mib", mib)
+        assert code == 2 and f"a workspace of {mib} MiB is too small" in err
+    assert contents(out) == before
+
+
+def test_an_export_that_was_made_again_meanwhile_stays(export, builder):
+    out, _ = export
+    made = (out / "manifest.json").read_text("utf-8")
+
+    def export_again(graph):
+        (out / "manifest.json").write_text(made + " ", "utf-8")
+
+    builder["spoil"] = export_again
+    try:
+        with pytest.raises(InputError, match="was made again while its plan was built"):
+            make_plans(out, silent, trt=fake_tensorrt(), cuda=FakeCuda())
+        assert (out / "manifest.json").read_text("utf-8") == made + " "
+    finally:
+        (out / "manifest.json").write_text(made, "utf-8")
+
+
+def test_a_file_system_without_links_takes_copies(export, builder, monkeypatch):
+    out, _ = export
+
+    def refuse(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(source))
+
+    monkeypatch.setattr(plan.os, "link", refuse)
+    manifest = make_plans(out, silent, trt=fake_tensorrt(), cuda=FakeCuda())
+    artifacts.check_files(out, manifest, manifest["files"])
 
 
 @pytest.mark.parametrize("departs", [False, True])

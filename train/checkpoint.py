@@ -230,6 +230,8 @@ def _part(our_name: str) -> str:
 def _head_fits(model_class: type[HeadedModel], model_dir: Path) -> bool:
     """Whether the checkpoint's `classifier` means what this class's does: sentence and token heads share the name."""
     stated = _raw_config(model_dir).get("architectures") or []
+    if not isinstance(stated, list):
+        raise InputError(f"{model_dir}/config.json: architectures is {stated!r:.60}, a list of classes is needed")
     return any(name in (model_class.ARCHITECTURE, *model_class.SAME_HEAD) for name in stated)
 
 
