@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -88,7 +89,8 @@ class Tokenizer:
 
         Casing belongs to the checkpoint: a `tokenizer_config.json` that contradicts `tokenizer.json` is refused.
         """
-        stated = _stated_lowercase(model_dir / "tokenizer_config.json")
+        settings = _settings(model_dir / "tokenizer_config.json")
+        stated = settings.get("do_lower_case")
         if (model_dir / "tokenizer.json").is_file():
             tokenizer = cls.from_file(model_dir / "tokenizer.json")
             if stated is not None and stated != tokenizer.lowercase:
@@ -98,13 +100,21 @@ class Tokenizer:
                 )
             return tokenizer
         if (model_dir / "vocab.txt").is_file():
-            return cls.from_vocab(read_vocab(model_dir / "vocab.txt"), lowercase=stated is not False)
+            return cls.from_vocab(
+                read_vocab(model_dir / "vocab.txt"),
+                lowercase=stated is not False,
+                strip_accents=settings.get("strip_accents"),
+                chinese_apart=settings.get("tokenize_chinese_chars", True),
+            )
         raise InputError(f"no tokenizer in {model_dir}: neither tokenizer.json nor vocab.txt")
 
     @classmethod
-    def from_vocab(cls, pieces: Sequence[str], lowercase: bool) -> "Tokenizer":
-        """From the pieces in the order of their ids."""
-        return cls(bert_backend({piece: index for index, piece in enumerate(pieces)}, lowercase), "the vocabulary")
+    def from_vocab(
+        cls, pieces: Sequence[str], lowercase: bool, strip_accents: bool | None = None, chinese_apart: bool = True
+    ) -> "Tokenizer":
+        """From the pieces in the order of their ids; the rest as for `bert_backend`."""
+        vocab = {piece: index for index, piece in enumerate(pieces)}
+        return cls(bert_backend(vocab, lowercase, strip_accents, chinese_apart), "the vocabulary")
 
     @property
     def special_ids(self) -> tuple[int, ...]:
@@ -155,11 +165,13 @@ class Tokenizer:
         (model_dir / "special_tokens_map.json").write_text(json.dumps(names, indent=2) + "\n", "utf-8")
 
 
-def bert_backend(vocab: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
-    """BERT's pipeline over a vocabulary; accents go only with lowercasing."""
+def bert_backend(
+    vocab: dict[str, int], lowercase: bool, strip_accents: bool | None = None, chinese_apart: bool = True
+) -> tokenizers.Tokenizer:
+    """BERT's pipeline over a vocabulary; `strip_accents` None: with lowercasing only, as the paper's code does."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
     backend.normalizer = tokenizers.normalizers.BertNormalizer(
-        clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lowercase
+        clean_text=True, handle_chinese_chars=chinese_apart, strip_accents=strip_accents, lowercase=lowercase
     )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     backend.decoder = tokenizers.decoders.WordPiece(prefix="##")
@@ -231,12 +243,17 @@ def _over_marks(text: str, offsets: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def _stated_lowercase(path: Path) -> bool | None:
-    """`do_lower_case` of a `tokenizer_config.json`, None where it says nothing."""
+def _settings(path: Path) -> dict[str, Any]:
+    """What a `tokenizer_config.json` states; nothing where it is not there."""
     if not path.is_file():
-        return None
+        return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
-    return settings.get("do_lower_case") if isinstance(settings, dict) else None
+    if not isinstance(settings, dict):
+        raise InputError(f"{path} holds {settings!r:.40}, an object is needed")
+    for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars"):
+        if not isinstance(settings.get(name), bool | None):
+            raise InputError(f"{path}: {name} is {settings[name]!r:.40}, true or false is needed")
+    return {name: value for name, value in settings.items() if value is not None}

@@ -204,6 +204,27 @@ def test_transformers_loads_what_is_saved_and_agrees(tokenizer, tmp_path):
             assert (row.ids.tolist(), row.types.tolist()) == (pair["input_ids"], pair["token_type_ids"]), text
 
 
+@pytest.mark.parametrize("accents", [None, False, True])
+@pytest.mark.parametrize("chinese", [None, False, True])
+def test_a_vocabulary_alone_is_read_as_its_configuration_says(accents, chinese, tmp_path):
+    """Uncased models of German keep their accents by `strip_accents`; some have no tokenizer.json."""
+    pieces_ = [*SPECIAL_TOKENS, "naive", "naïve", "中文", "中", "文", "##文"]
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces_), "utf-8")
+    settings = {"do_lower_case": True, "strip_accents": accents, "tokenize_chinese_chars": chinese}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    got = pieces(Tokenizer.from_dir(tmp_path), "NAÏVE 中文")
+    assert got == ["naïve" if accents is False else "naive", *(["中文"] if chinese is False else ["中", "文"])]
+
+
+@pytest.mark.parametrize("bad", [{"strip_accents": "no"}, {"do_lower_case": 1}, {"tokenize_chinese_chars": []}])
+def test_a_tokenizer_s_odd_configuration_is_one_line(bad, tmp_path):
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES), "utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(bad))
+    with pytest.raises(InputError, match=rf"{next(iter(bad))} is .*, true or false is needed"):
+        Tokenizer.from_dir(tmp_path)
+
+
 def test_accents_kept_by_choice_survive_saving(tmp_path):
     transformers = pytest.importorskip("transformers")
     backend = Tokenizer.from_vocab(PIECES, lowercase=True).backend
