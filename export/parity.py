@@ -21,12 +21,11 @@ from bertship.tasks.base import Logits
 from bertship.tokenization import Row, pad
 from bertship.triton_limits import PLAN_MAX_BATCH
 from export.reference import Departure, Reference
-from export.tolerances import METRIC_DROP, METRIC_EXAMPLES, TOLERANCES
+from export.tolerances import METRIC_DROP, METRIC_EXAMPLES, NEIGHBOUR, TOLERANCES
 
 BATCH_SIZES = (1, 3, 16, PLAN_MAX_BATCH)  # rows of a padded batch
 UNTRACED_SHAPES = ((1, 1), (1, 7), (3, 33), (5, 128), (2, 512))  # exp.1: unlike the traced one
 RANGE_ROWS = 32  # rows whose values between the nodes are looked at
-NEIGHBOUR = 1e-2  # of the largest logit: what a row may change by as its neighbour does
 ALONE = "alone"
 
 
