@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import peer_environments, peers, peers_page, serving
+from benchmarks import peer_environments, peers, peers_page, serving_systems
 from benchmarks.peer_environments import Environment, install
 from benchmarks.peers import Absent, Context, compare_graphs, measure, ratio_of, spread, write_official
 from benchmarks.peers_page import Part, Ratio, markdown, page, write
@@ -153,13 +153,13 @@ def test_a_server_that_does_not_start_says_why():
     command = [sys.executable, "-c", "print('x.ModelError: no such model'); print('bye'); exit(1)"]
     with (
         pytest.raises(CheckFailed, match=r"Peer did not start: x\.ModelError: no such model"),
-        serving.started(command, {}, "http://127.0.0.1:9", "/ready", "Peer"),
+        serving_systems.started(command, {}, "http://127.0.0.1:9", "/ready", "Peer"),
     ):
         pass
 
 
 def test_mlserver_is_asked_and_read_in_its_own_form():
-    (tensor,) = json.loads(serving.mlserver_body({"TEXT": "a joy"}))["inputs"]
+    (tensor,) = json.loads(serving_systems.mlserver_body({"TEXT": "a joy"}))["inputs"]
     assert tensor["data"] == ["a joy"] and tensor["datatype"] == "BYTES"
     for data in ('{"label": "positive", "score": 0.5}', '[{"label": "positive", "score": 0.5}]'):
-        assert serving.mlserver_answer({"outputs": [{"data": [data]}]}) == ("positive", 0.5)
+        assert serving_systems.mlserver_answer({"outputs": [{"data": [data]}]}) == ("positive", 0.5)
