@@ -273,7 +273,5 @@ def read_encoder_config(model_dir: Path) -> EncoderConfig:
             f"{path}: position_embedding_type {values['position_embedding_type']!r} is not supported; "
             "BERT's learned absolute positions are"
         )
-    if values.get("is_decoder"):
-        raise InputError(f"{path}: is_decoder is true: its tokens see those before them alone, which BERT's do not")
     known = {name: values[name] for name in EncoderConfig.model_fields if values.get(name) is not None}
     return parse(EncoderConfig, known, str(path), file=path)

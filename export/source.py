@@ -55,6 +55,13 @@ def from_model_dir(task: Task, model_dir: Path) -> Source:
             f"{model_dir} is not fine-tuned for {task.name} ({report.describe()}); "
             f"fine-tune it first: bertship finetune --task {task.name} --init {model_dir}"
         )
+    if (
+        model.config.is_decoder
+    ):  # ours read the last token then, models from elsewhere the first, which sees itself alone
+        raise InputError(
+            f"{model_dir}/config.json: is_decoder is true: its tokens see those before them alone; give the run that "
+            "made it where that is one of `bertship finetune`, else a model that reads in both directions"
+        )
     if lost := [name for name in report.unused if not name.startswith(_HARMLESS)]:
         raise InputError(
             f"{model_dir} has weights that {task.name} would not use ({', '.join(lost[:3])}"

@@ -31,6 +31,7 @@ HERE = (
     "corpus.md",
     "pretraining.md",
     "tasks.md",
+    "finetuning.md",
     "own-labels.md",
     "export.md",
     "performance.md",
@@ -45,6 +46,8 @@ NEEDS = {
     "bertship corpus 'hub:bookcorpus": "network: the hub",
     "from datatrove.executor import SlurmPipelineExecutor": "a Slurm cluster",
     "from datatrove.executor import RayPipelineExecutor": "a Ray cluster",
+    "make finetune TASK=mnli DATA=glue GPUS=8": "eight GPUs; two processes are in test_finetune_distributed.py",
+    "torchrun --nproc-per-node 8": "eight GPUs; two processes are in test_finetune_distributed.py",
     "make pretrain PRESET=base GPUS=8": "eight GPUs; two processes without one are in test_distributed.py",
     ".venv/bin/torchrun --nnodes 4": "four machines; the launcher is in test_distributed.py",
     "sbatch --nodes 4": "a Slurm cluster",
@@ -164,6 +167,7 @@ def place(clone, environment, line, warm_start, data):  # noqa: F811
 MAKE = SHELL.replace("command make", 'command make BERTSHIP="$SHORT"')
 
 
+@pytest.mark.slow
 def test_commands_and_programs_of_the_pages(place):
     home, variables, line = place
     failed = []

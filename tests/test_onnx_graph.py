@@ -12,6 +12,7 @@ from bertship.errors import CheckFailed
 from bertship.runners import OnnxRunner
 from export.onnx_graph import OPSET, check_graph, export_onnx
 from export.parity import UNTRACED_SHAPES
+from train.heads import HEADS
 from train.model import MASK_BIAS
 from train.torch_runner import TorchRunner
 
@@ -110,6 +111,18 @@ def test_keys_are_turned_in_one_step(exported):
     assert all(read & set(node.output) for node in graph.node)
     # the exporter's own subgraph of sizes is of the whole graph, not of each layer
     assert sum(node.op_type in ("Slice", "Concat") for node in graph.node) < layers + 4
+
+
+def test_a_model_that_reads_from_left_to_right_still_does(tmp_path):
+    model = HEADS["token"](CONFIG.model_copy(update={"is_decoder": True}), 3).eval()
+    export_onnx(model, tmp_path / "model.onnx")
+    feeds = feeds_of(1, 12)
+    (before,), (wanted,) = OnnxRunner(tmp_path / "model.onnx").run(feeds), TorchRunner(model, 0).run(feeds)
+    np.testing.assert_allclose(before, wanted, atol=2e-5 * np.abs(wanted).max())
+    feeds["input_ids"][0, -1] = (feeds["input_ids"][0, -1] + 1) % CONFIG.vocab_size
+    (after,) = OnnxRunner(tmp_path / "model.onnx").run(feeds)
+    np.testing.assert_array_equal(after[:, :-1], before[:, :-1])
+    assert (after[:, -1] != before[:, -1]).any()
 
 
 def test_a_graph_against_the_rules_is_refused_in_one_line(exported, tmp_path):
