@@ -25,8 +25,8 @@ class Tolerance:
 
 
 TOLERANCES = {
-    "fp32": Tolerance(1e-4, 1.0, 1e-4, measured_difference=4.4e-6, measured_agreement=1.0, measured_layer=1.7e-6),
-    "fp16": Tolerance(2e-2, 0.995, 2e-2, measured_difference=2.6e-3, measured_agreement=1.0, measured_layer=1.8e-3),
+    "fp32": Tolerance(1e-4, 1.0, 1e-4, measured_difference=4.4e-6, measured_agreement=1.0, measured_layer=1.8e-6),
+    "fp16": Tolerance(2e-2, 0.995, 2e-2, measured_difference=2.6e-3, measured_agreement=1.0, measured_layer=4.7e-3),
     "int8": Tolerance(0.3, 0.98, 0.3, measured_difference=0.27, measured_agreement=0.984, measured_layer=0.11),
     # of 120 examples of WNUT-17 alone
     "int8_qdq": Tolerance(0.3, 0.98, 0.3, measured_difference=0.051, measured_agreement=0.992, measured_layer=None),
