@@ -4,6 +4,7 @@ Every collective is called by all processes in the same order; alone, each is a 
 """
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ def join() -> Iterator[Processes]:
         yield processes
         processes.wait()  # one that leaves first closes connections on which another may still be waiting
     finally:
+        gc.collect()  # what still holds the group's threads, such as a model that was shared, goes before the group
         dist.destroy_process_group()
 
 
