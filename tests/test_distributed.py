@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from gloo_processes import start, together
 from safetensors.torch import load_file, save_file
+from training_processes import torchrun
 
 from bertship.config import CorpusConfig, EncoderConfig, PretrainConfig
 from train.batches import Updates, iterate
@@ -169,17 +168,7 @@ def test_torchrun_starts_the_command(corpus: Path, tmp_path: Path) -> None:
     preset.write_text(
         "\n".join(f"[{name}]\n" + "\n".join(f"{k} = {v}" for k, v in table.items()) for name, table in tables.items())
     )
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "bertship", "--json"]
-    done = subprocess.run(
-        [sys.executable, *command, "pretrain", "--preset", preset, "--runs", runs],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun("pretrain", "--preset", preset, "--runs", runs)
     manifest = json.loads(done.stdout)
     assert manifest["processes"] == 2, "one process speaks for all"
     assert (runs / "pretrain" / "default" / "report.html").is_file()

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from conftest import SETTINGS
 from gloo_processes import start, together
 from safetensors.torch import load_file, save_file
 from small_bert import TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
+from training_processes import torchrun
 
 from bertship.config import FinetuneConfig
 from bertship.tasks.ner import IGNORED
@@ -189,18 +188,8 @@ def test_a_divided_evaluation_has_every_row_once_and_in_order() -> None:
 @pytest.mark.parametrize("many", [(), ("--seeds", "2")], ids=["one", "seeds"])
 def test_torchrun_starts_the_command(many: tuple[str, ...], data: Path, warm_start: Path, tmp_path: Path) -> None:
     small = [pair.replace("epochs=15", "epochs=1") for pair in map(str, SETTINGS)]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "bertship", "--json"]
     given = ["finetune", "--task", "sst2", "--data", data / "sst2", "--init", warm_start, "--runs", tmp_path]
-    done = subprocess.run(
-        [sys.executable, *command, *given, *small, "--set", "min_updates=4", *many],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun(*given, *small, "--set", "min_updates=4", *many)
     said = json.loads(done.stdout)
     run = json.loads((tmp_path / "finetune" / "sst2" / "default" / "manifest.json").read_text())
     assert run["processes"] == 2 and done.stderr.count("updates of 16 in") == (2 if many else 1), "one speaks for all"

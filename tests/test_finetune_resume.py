@@ -14,6 +14,7 @@ import pytest
 from conftest import SETTINGS
 from gloo_processes import fresh_processes
 from small_bert import TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
+from training_processes import stop_at
 
 from bertship.config import FinetuneConfig
 from bertship.errors import CheckFailed, InputError
@@ -82,16 +83,8 @@ def interrupt(
     """Run until update `at` is in the log, then send the signal; the exit code and the last update in the log."""
     log = out.with_name(f"{out.name}.training") / "metrics.jsonl"
     process = processes.Process(target=train, args=(case, init, out, config))
-    process.start()
-    until = time.monotonic() + 120
-    while process.is_alive() and time.monotonic() < until:
-        if log.is_file() and (lines := read_log(log)) and lines[-1]["step"] >= at:
-            os.kill(process.pid, number)
-            break
-        time.sleep(0.0005)
-    process.join(60)
-    assert process.exitcode is not None
-    return process.exitcode, max(line["step"] for line in read_log(log)) if log.is_file() else -1
+    code = stop_at(process, log, at, number, 0.0005)
+    return code, max(line["step"] for line in read_log(log)) if log.is_file() else -1
 
 
 def snapshots(out: Path) -> list[int]:

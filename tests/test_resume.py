@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import os
 import random
 import signal
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from training_processes import stop_at
 
 from bertship.config import CorpusConfig, EncoderConfig, PretrainConfig
 from bertship.errors import InputError
@@ -84,16 +84,8 @@ def interrupt(processes: Any, corpus: Path, out: Path, at: int, number: int) -> 
     """Run until update `at` is in the log, then send the signal; the exit code and the updates that were logged."""
     log = out.with_name(f"{out.name}.training") / "metrics.jsonl"
     process = processes.Process(target=train, args=(corpus, out, CONFIG))
-    process.start()
-    until = time.monotonic() + 120
-    while process.is_alive() and time.monotonic() < until:
-        if log.is_file() and (lines := read_log(log)) and lines[-1]["step"] >= at:
-            os.kill(process.pid, number)
-            break
-        time.sleep(0.001)
-    process.join(60)
-    assert process.exitcode is not None
-    return process.exitcode, len(read_log(log)) if log.is_file() else -1
+    code = stop_at(process, log, at, number, 0.001)
+    return code, len(read_log(log)) if log.is_file() else -1
 
 
 def facts(out: Path, name: str = "metrics") -> list[dict[str, Any]]:
