@@ -53,7 +53,6 @@ from bertship.pipeline import encode
 from bertship.runners import OnnxRunner
 from bertship.tasks import TASKS, Task
 from bertship.tokenization import Row, Tokenizer
-from bertship.triton_turns import run_together
 from serving import environment
 from serving.bench import bench
 from serving.memory import memory_of
@@ -206,7 +205,7 @@ def mixed(runs: Path, home: Path, quick: bool) -> dict[str, Any]:
     with served(repository) as server:
         for _ in range(1 if quick else 3):
             begun = time.monotonic()
-            run_together(runner, chunk, runner.threads)
+            runner(chunk)
             bare.append(sum(map(len, chunk)) / (time.monotonic() - begun))
             measured = bench(
                 "base",

@@ -1,12 +1,13 @@
 """Engines behind one call: rows in, logits out.
 
 On a CPU a padded batch costs what its padded rows cost one by one, so rows run unpadded: with all threads on one row
-when one is waiting, one row a thread when many are. A row's logits therefore never depend on its neighbours.
+when one is waiting, on a row each when many are. Only short rows of one length run together, as they are bound by the
+reading of weights. None of it changes a bit of a row's logits, which never depend on its neighbours.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from bertship.tasks.base import Logits
 from bertship.tokenization import Row, pad
 
 SPIN_US = 50
+TOGETHER_TOKENS = 64  # of rows of one length in one run: with more, the weights are no longer what a run waits for
 
 
 def available_threads() -> int:
@@ -77,30 +79,64 @@ class OnnxRunner:
         return list(session.run(self.outputs, feeds))
 
     def __call__(self, rows: Sequence[Row]) -> Logits:
-        """Each row alone and unpadded."""
-        if len(rows) == 1 or self.threads == 1:
-            results = [self._one(row, True) for row in rows]
-        else:
-            results = list(self._pool.map(lambda row: self._one(row, False), rows))
+        """Logits of each row, in order, unpadded.
+
+        A row alone takes all threads, and so does the longest where one is left over.
+        """
+        parts = _parts(rows, self.threads)
+        results: list[list[np.ndarray]] = [[]] * len(rows)
+        if len(parts) % self.threads == 1 and len(parts[0]) == 1:
+            self._run(rows, parts.pop(0), results, wide=True)
+        waiting = iter(parts)  # that of a list: each part goes to one of the threads that ask for it
+
+        def work() -> None:
+            for part in waiting:
+                self._run(rows, part, results, wide=False)
+
+        helpers = [self._pool.submit(work) for _ in range(min(len(parts), self.threads) - 1)]
+        try:
+            work()
+        finally:
+            wait(helpers)
+        for helper in helpers:
+            helper.result()
         return {name: [result[i] for result in results] for i, name in enumerate(self.outputs)}
 
-    def _one(self, row: Row, wide: bool) -> list[np.ndarray]:
+    def _run(self, rows: Sequence[Row], part: Sequence[int], results: list[list[np.ndarray]], wide: bool) -> None:
+        """The rows at the places `part`, all of one length, into `results`."""
         feeds = {
-            "input_ids": row.ids[None],
-            "attention_mask": np.ones((1, len(row)), np.int64),
-            "token_type_ids": row.types[None],
+            "input_ids": np.array([rows[place].ids for place in part], np.int64),
+            "attention_mask": np.ones((len(part), len(rows[part[0]])), np.int64),
+            "token_type_ids": np.array([rows[place].types for place in part], np.int64),
         }
-        return [output[0] for output in self.run(feeds, wide)]
+        outputs = self.run(feeds, wide)
+        for i, place in enumerate(part):
+            results[place] = [output[i] for output in outputs]
 
     def warm_up(self, lengths: Sequence[int]) -> None:
         """Run a row of each length on every session, so that the first request finds memory and threads in place."""
         for length in lengths:
             row = Row(np.zeros(length, np.int64), np.zeros(length, np.int64))
             for wide in (True, False):
-                self._one(row, wide)
+                self._run([row], [0], [[]], wide)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _parts(rows: Sequence[Row], threads: int) -> list[list[int]]:
+    """Places of rows that run together: of one length, and no more than leave work for all threads; longest first."""
+    share = -(-len(rows) // threads)
+    parts: list[list[int]] = []
+    for place in sorted(range(len(rows)), key=lambda place: -len(rows[place])):
+        length = len(rows[place])
+        # a product of one row of a matrix is computed in another way than one of several
+        most = min(share, TOGETHER_TOKENS // length) if length > 1 else 1
+        if parts and len(parts[-1]) < most and len(rows[parts[-1][0]]) == length:
+            parts[-1].append(place)
+        else:
+            parts.append([place])
+    return sorted(parts, key=lambda part: -len(part) * len(rows[part[0]]))
 
 
 def run_in_batches(

@@ -27,7 +27,7 @@ from bertship.tasks.base import Task, TensorSpec, read_options, row_table
 from bertship.tokenization import Row, Tokenizer, pad
 from bertship.triton_limits import LONG_CHARACTERS, TURN_TOKENS
 from bertship.triton_metrics import Counters
-from bertship.triton_turns import Work, run_together
+from bertship.triton_turns import Work
 
 _NUMPY = {"BOOL": bool, "BYTES": object, "FP32": np.float32, "INT32": np.int32, "INT64": np.int64}
 _CONTINUE = "bertship_continue"  # the parameter of a request that only asks for a carried-over request's next turn
@@ -129,15 +129,16 @@ class TokenizeStep(_RequestStep):
 
     def load(self) -> None:
         super().load()
+        self.request = self.task.behaviour.request()
         self.tokenizer = Tokenizer.from_file(self.folder / "tokenizer.json")
         self.max_rows = int(self.parameters["max_rows"])
         # the padding of native backends, which compute it; the embedded encoder drops it
         self.buckets = [int(length) for length in self.parameters.get("pad_to", "").split(",") if length]
-        warm = {s.name: ["warm"] if len(s.dims) == 1 else [["warm"] * 2] for s in self.task.behaviour.request()}
+        warm = {spec.name: ["warm"] if len(spec.dims) == 1 else [["warm"] * 2] for spec in self.request}
         encode(self.task, self.tokenizer, warm)
 
     def read(self, request: Any) -> dict[str, Any]:
-        columns = _texts(self.task, request)
+        columns = _texts(self.task, self.request, request)
         check_columns(self.task, columns)
         check_size(self.task, columns)
         read_options(self.task, _parameters(request))  # a bad parameter is refused before the encoder runs
@@ -159,7 +160,7 @@ class TokenizeStep(_RequestStep):
             rows=len(lengths),
             tokens=sum(lengths),
             padding_tokens=length * len(lengths) - sum(lengths) if self.buckets else 0,
-            truncated_texts=int(encoded.truncated.sum()),
+            truncated_texts=int(np.count_nonzero(encoded.truncated)),
         )
         return {
             **{n: value.astype(_NUMPY[self.types.get(n, "INT64")], copy=False) for n, value in inputs.items()},
@@ -224,7 +225,7 @@ class EncodeStep(_Step):
 
     def _read(self, request: Any) -> Work:
         ids, mask, types = (_array(request, name) for name in OnnxRunner.INPUTS)
-        lengths = np.maximum(mask.sum(axis=1), 1).tolist()
+        lengths = [max(1, np.count_nonzero(row)) for row in mask]
         rows = [Row(i[:length], t[:length]) for length, i, t in zip(lengths, ids, types, strict=True)]
         return Work(rows, ids.shape[1])
 
@@ -232,7 +233,7 @@ class EncodeStep(_Step):
         """One turn of each request; those that end with it are answered."""
         rows = [row for _, part in turns for row in part]
         try:
-            logits = run_together(self.runner, rows, self.runner.threads)
+            logits = self.runner(rows)
         except Exception as error:  # a row that the graph refuses: ids or lengths of a request that knew better
             if len(turns) > 1:
                 for turn in turns:
@@ -300,19 +301,23 @@ class DecodeStep(_RequestStep):
 
     counted = ("refused_requests",)
 
-    def read(self, request: Any) -> dict[str, Any]:
+    def load(self) -> None:
+        super().load()
         kind = self.task.behaviour
+        self.request = kind.request() if kind.row_tensors else ()
+        self.table, self.logits, self.outputs = kind.row_tensors, kind.logits(self.task), kind.outputs(self.task)
+
+    def read(self, request: Any) -> dict[str, Any]:
         return {
-            "columns": _texts(self.task, request) if kind.row_tensors else {},
-            "table": {spec.name: _array(request, spec.name) for spec in kind.row_tensors},
-            "logits": {spec.name: _array(request, spec.name) for spec in kind.logits(self.task)},
+            "columns": _texts(self.task, self.request, request),
+            "table": {spec.name: _array(request, spec.name) for spec in self.table},
+            "logits": {spec.name: _array(request, spec.name) for spec in self.logits},
             "options": read_options(self.task, _parameters(request)),
         }
 
     def answer(self, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        kind = self.task.behaviour
-        answers = kind.decode(self.task, **given)
-        return {spec.name: _as_triton(answers[spec.name], spec) for spec in kind.outputs(self.task)}
+        answers = self.task.behaviour.decode(self.task, **given)
+        return {spec.name: _as_triton(answers[spec.name], spec) for spec in self.outputs}
 
 
 def _kept(value: Any) -> Any:
@@ -336,10 +341,10 @@ def _array(request: Any, name: str) -> np.ndarray:
     return pb_utils.get_input_tensor_by_name(request, name).as_numpy()
 
 
-def _texts(task: Task, request: Any) -> dict[str, list[Any]]:
+def _texts(task: Task, specs: Sequence[TensorSpec], request: Any) -> dict[str, list[Any]]:
     """The request's texts, in lists as deep as their tensors. Raises InputError for bytes that are not UTF-8."""
     columns: dict[str, list[Any]] = {}
-    for spec in task.behaviour.request():
+    for spec in specs:
         raw = _array(request, spec.name)
         if len(spec.dims) == 1:
             columns[spec.name] = [_decoded(task, f"{spec.name}[{i}]", text) for i, text in enumerate(raw.ravel())]

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from bertship.pipeline import Runner
 from bertship.tasks.base import Logits
 from bertship.tokenization import Row
 
@@ -49,20 +48,3 @@ class Work:
         for name, values in logits.items():
             self.done.setdefault(name, []).extend(values)
         self.finished += len(next(iter(logits.values())))
-
-
-def run_together(runner: Runner, rows: Sequence[Row], threads: int) -> Logits:
-    """Logits of each row, in order: one row a thread, the longest first so that threads end together.
-
-    A single row that is left over takes all threads. A row's logits are the same either way.
-    """
-    if len(rows) == 1:
-        return runner(rows)
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    alone = 1 if threads > 1 and len(rows) % threads == 1 else 0
-    parts = [runner([rows[i] for i in part]) for part in (order[:alone], order[alone:]) if part]
-    if not parts:
-        return {}
-    made = {name: [value for part in parts for value in part[name]] for name in parts[0]}
-    places = np.argsort(order)
-    return {name: [values[place] for place in places] for name, values in made.items()}

@@ -20,7 +20,7 @@ from bertship.errors import InvalidRequest
 from bertship.pipeline import from_export
 from bertship.tokenization import Row
 from bertship.triton_limits import FLUSH_S
-from bertship.triton_turns import Work, run_together
+from bertship.triton_turns import Work
 from serving import environment
 from serving.bench import bench
 from serving.bench import counted as counters_in
@@ -98,22 +98,6 @@ def test_a_carried_request_keeps_its_own_copy():
     work.keep()
     ids[:] = 7
     assert [row.ids.tolist() for row in work.rows] == [[1, 1, 1]] * 2
-
-
-@pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 9])
-def test_logits_come_back_in_the_order_of_the_rows(threads, count):
-    calls = []
-
-    def runner(rows):
-        calls.append([len(row) for row in rows])
-        return {"logits": [np.array(len(row)) for row in rows]}
-
-    rows = rows_of(*[(7 * i) % 11 + 1 for i in range(count)])
-    assert run_together(runner, rows, threads).get("logits", []) == [len(row) for row in rows]
-    assert [length for call in calls for length in call] == sorted(map(len, rows), reverse=True)  # the longest first
-    alone = int(threads > 1 and count % threads == 1)
-    assert [len(call) for call in calls] == [part for part in (alone, count - alone) if part]
 
 
 # ------------------------------------------------------------------------------------------------------ fair batches
