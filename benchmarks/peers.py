@@ -152,7 +152,7 @@ def export(context: Context) -> Part:
     runners = {name: OnnxRunner(path) for name, path in graphs.items()}
     answers = compare_graphs({name: np.stack(runner(rows)["logits"]) for name, runner in runners.items()})
     figures, ratios = list[tuple[str, str, str]](), list[Ratio]()
-    ways = {"one text at a time": [[row] for row in rows], "all texts, one a thread": [rows]}
+    ways = {"one text at a time": [[row] for row in rows], "all texts together": [rows]}
     for what, batches in ways.items():
         calls = [partial(run_all, runner, batches) for runner in runners.values()]
         times = dict(zip(runners, take_turns(calls, 0.0 if context.quick else 30.0, 2), strict=True))

@@ -230,7 +230,7 @@ def _mixed_of(engine: Engine, rows: Sequence[Row], pad_id: int, report: Report) 
     found = []
     ways: dict[str, Callable[[], Any]] = {}
     if engine.runner == "onnxruntime":
-        ways["unpadded rows, one a thread"] = partial(engine.run, rows)
+        ways["unpadded rows"] = partial(engine.run, rows)
     for size in PADDED_BATCHES:
         for order, ordered in (("as they come", rows), ("sorted by length", sorted(rows, key=len))):
             feeds = [pad(ordered[i : i + size], pad_id) for i in range(0, len(rows), size)]

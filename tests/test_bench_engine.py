@@ -59,7 +59,7 @@ def test_every_engine_is_measured_at_every_batch_and_length(export, measured):
         if f"{row['runner']} {row['precision']}" == "onnxruntime fp32":
             assert row["to_onnxruntime_fp32"] == 1
     assert {line["way"] for line in result["mixed"]} == {
-        "unpadded rows, one a thread",
+        "unpadded rows",
         *(f"padded batches of {n}, {order}" for n in (8, 32) for order in ("as they come", "sorted by length")),
     }
     assert {path.name for path in out.iterdir()} == {
