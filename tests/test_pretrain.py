@@ -281,7 +281,7 @@ def test_a_model_that_is_broken_is_neither_saved_nor_published(
 
     monkeypatch.setattr(module.Learner, "update", broken)
     config = SHORT.model_copy(update={"steps": 10, "checkpoint_every": 3})
-    with pytest.raises(CheckFailed, match="stopped at update 6: the held-out loss is not finite .*first .*pooler") as e:
+    with pytest.raises(CheckFailed, match=r"at update 6: the held-out loss is not finite .*first .*pooler") as e:
         pretrain(corpus, tmp_path / "run", MODEL, config, quiet)
     assert f"the last checkpoint is {tmp_path}/run.training/checkpoints/step-00000003; start" in str(e.value)
     assert [path.name for path in (tmp_path / "run.training" / "checkpoints").iterdir()] == ["step-00000003"]
@@ -313,7 +313,9 @@ def test_a_corpus_that_is_made_anew_meanwhile_changes_nothing(corpus: Path, tmp_
 
 def test_a_part_of_one_document_is_said(tmp_path: Path) -> None:
     """pre.1: NSP accuracy on it would be 100 % for a model that always says IsNext."""
-    (tmp_path / "a.txt").write_text("\n\n".join(f"A stone rolls {n}. A lamp shines. Hills are green." for n in range(4)))
+    (tmp_path / "a.txt").write_text(
+        "\n\n".join(f"A stone rolls {n}. A lamp shines. Hills are green." for n in range(4))
+    )
     build_corpus([tmp_path / "a.txt"], tmp_path / "corpus", CorpusConfig(vocab_size=64), report=quiet)
     said: list[str] = []
     pretrain(tmp_path / "corpus", tmp_path / "run", MODEL, SHORT, said.append)
