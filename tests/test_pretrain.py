@@ -26,6 +26,7 @@ from train.dataset import PretrainingDataset
 from train.heads import PretrainingModel, SentenceModel
 from train.objectives import evaluate, loss_sums
 from train.pretrain import fingerprint_of, pretrain
+from train.stages import make_pretraining
 
 MODEL = EncoderConfig(
     vocab_size=128,
@@ -329,3 +330,17 @@ def test_a_model_of_one_segment_is_refused(corpus: Path, tmp_path: Path) -> None
     with pytest.raises(InputError, match="type_vocab_size 1; a pair of segments needs 2"):
         pretrain(corpus, tmp_path / "run", MODEL.model_copy(update={"type_vocab_size": 1}), SHORT, quiet)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_finished_run_is_not_replaced_without_a_word(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "nano.toml").write_text(
+        "[model]\nhidden_size = 32\nnum_hidden_layers = 1\nnum_attention_heads = 2\nintermediate_size = 64\n"
+        "[pretrain]\nsteps = 3\nwarmup_steps = 1\nsequence_length = 32\nbatch_size = 8\nheldout_batches = 1\n"
+    )
+    out, said = tmp_path / "pretrain" / "run", list[str]()
+    for settings in ({}, {}, {"learning_rate": "1e-3"}):
+        make_pretraining(corpus, out, str(tmp_path / "nano.toml"), settings, said.append)
+    assert [line.split("; ")[0] for line in said if line.startswith(str(out))] == [
+        f"{out} is up to date",
+        f"{out} is finished and differs from what is asked for (corpus, settings, start or code)",
+    ]
