@@ -9,13 +9,21 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from bertship.errors import InputError
 
 PRESETS = Path(__file__).parent / "presets"
+
+
+def _parted(value: Any) -> Any:
+    """Numbers of the command line, `0.8,0.1,0.1` with or without brackets, as a list."""
+    return [part.strip() for part in value.strip().strip("[]()").split(",")] if isinstance(value, str) else value
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Strict(BaseModel):
@@ -52,13 +60,16 @@ class EncoderConfig(_Strict):
 class CorpusConfig(_Strict):
     """Documents to tokens."""
 
-    vocab_size: int = Field(default=8192, ge=64)  # pieces, special ones included; rounded up to a multiple of 8
+    # pieces, special ones included; rounded up to a multiple of 8
+    vocab_size: int = Field(default=8192, ge=64, le=1 << 22)
     lowercase: bool = True  # also strips accents, as BERT's uncased tokenizer does
     heldout_share: float = Field(default=0.05, gt=0, lt=1)  # share of documents kept for evaluation
     seed: int = Field(default=42, ge=0)
     text_field: str = "text"  # of JSON Lines, the column of Parquet and of hub data sets
     rows_per_document: int = Field(default=1, gt=0)  # of Parquet and hub data sets, for collections of single sentences
-    language: str = "en"  # whose rules part sentences, as an ISO 639 code
+    language: str = Field(
+        default="en", pattern=r"^[a-z]{2,3}([_-][A-Za-z]+)*$"
+    )  # whose rules part sentences, as an ISO 639 code
     vocabulary_sample_mib: int = Field(default=256, gt=0)  # of text that the vocabulary is trained on, spread over all
 
     @field_validator("vocab_size")
@@ -77,7 +88,7 @@ class PretrainConfig(_Strict):
     steps: int = Field(default=300, gt=0)  # optimizer updates of the first phase
     batch_size: int = Field(default=32, gt=0)  # sequences an update, over all processes
     sequence_length: int = Field(default=128, ge=8)  # tokens, [CLS] and [SEP] included
-    learning_rate: float = Field(default=1e-4, gt=0)  # at its peak
+    learning_rate: float = Field(default=1e-4, gt=0, allow_inf_nan=False)  # at its peak
     warmup_steps: int = Field(default=30, ge=0)  # updates of linear warm-up
     schedule: Literal["linear", "wsd"] = "linear"  # after the warm-up: down to 0, or stable and down at the end
     decay_share: float = Field(default=0.1, gt=0, le=1)  # of a phase's updates, in which wsd goes down to 0
@@ -85,17 +96,18 @@ class PretrainConfig(_Strict):
     long_steps: int = Field(default=0, ge=0)
     long_sequence_length: int = Field(default=512, ge=8)  # tokens
     long_batch_size: int | None = Field(default=None, gt=0)  # sequences an update
-    long_learning_rate: float | None = Field(default=None, gt=0)
+    long_learning_rate: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     long_warmup_steps: int | None = Field(default=None, ge=0)
     optimizer: Literal["adamw", "lamb"] = "adamw"
     bias_correction: bool = True  # False: the paper's Adam, which has none
-    weight_decay: float = Field(default=0.01, ge=0)
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    adam_eps: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    adam_betas: Annotated[tuple[_Beta, _Beta], BeforeValidator(_parted)] = (0.9, 0.999)
+    adam_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     clip_norm: float = Field(default=1.0, gt=0)  # largest gradient norm
     objective: Literal["mlm+nsp", "mlm", "ltr"] = "mlm+nsp"  # ltr: left to right, each token from those before it
     masked_share: float = Field(default=0.15, gt=0, lt=1)  # of the tokens, special ones apart
-    mask_rates: tuple[float, float, float] = (0.8, 0.1, 0.1)  # [MASK], random piece, unchanged
+    # [MASK], random piece, unchanged
+    mask_rates: Annotated[tuple[float, float, float], BeforeValidator(_parted)] = (0.8, 0.1, 0.1)
     whole_word_masking: bool = False  # all pieces of a word or none
     short_sequence_share: float = Field(default=0.1, ge=0, le=1)  # of the samples, made shorter than they could be
     heldout_batches: int = Field(default=20, gt=0)  # batches an evaluation

@@ -364,3 +364,56 @@ def test_real_documents(tmp_path: Path, name: str) -> None:
     (item,) = find_inputs([DATA / f"{name}.jsonl"])
     assert sum(side["tokens"] for side in metrics["splits"].values()) == metrics["tokens"] > 500_000
     assert item.size
+
+
+def test_runs_among_the_documents_are_left_out(tmp_path: Path) -> None:
+    """What a folder holds does not change by what is made of it: its vocabulary and logs are no documents."""
+    write_sources(tmp_path)
+    training = tmp_path / "runs" / "pretrain" / "run.training"
+    training.mkdir(parents=True)
+    for name, text in (("recipe.json", "{}"), ("metrics.jsonl", '{"step": 1}\n')):
+        (training / name).write_text(text)
+    (tmp_path / "manifest.json").write_text('{"files": ["a.txt"]}')  # somebody else's
+    said: list[str] = []
+    found = []
+    for source in (tmp_path, f"{tmp_path}/**/*.txt"):
+        build_corpus([source], tmp_path / "runs" / "corpus" / "default", CONFIG, report=said.append, workers=0)
+        found.append([Path(item.name).name for item in find_inputs([source], said.append)])
+    assert found == [["a.txt", "b.jsonl", "c.txt.gz"], ["a.txt"]]
+    assert f"{tmp_path}: 2 files in runs of bertship are left out, the first is {training / 'metrics.jsonl'}" in said
+    assert any(line.startswith(f"{tmp_path}/**/*.txt: 1 files in runs of bertship") for line in said)
+    with pytest.raises(InputError, match=r"no documents in .*: all of its files are in runs of bertship"):
+        find_inputs([tmp_path / "runs" / "corpus" / "default"])
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("touched_alone", [False, True])
+def test_a_source_that_is_written_to_while_it_is_read(tmp_path: Path, touched_alone: bool) -> None:
+    """Half of it would be in the corpus, and the hash of the whole in its manifest."""
+    sources = write_sources(tmp_path / "in")
+    text = sources[0].read_bytes()
+    out, work = tmp_path / "out", tmp_path / ".out.building"
+
+    def change(line: str) -> None:
+        if "trained a vocabulary" in line:
+            sources[0].write_bytes(text if touched_alone else text[: len(text) // 2])
+
+    if touched_alone:
+        build_corpus(sources, out, CONFIG, report=change, workers=0)
+    else:
+        with pytest.raises(InputError, match=r"a\.txt has changed while it was read; start again"):
+            build_corpus(sources, out, CONFIG, report=change, workers=0)
+        assert not out.exists()
+        assert {path.name[:6] for path in (work / "shards").iterdir()}.isdisjoint({"000000", "000001"})
+        sources[0].write_bytes(text)  # as it was: nothing of the half is taken for it
+        build_corpus(sources, out, CONFIG, report=quiet, workers=0)
+    build_corpus(sources, tmp_path / "again", CONFIG, report=quiet, workers=0)
+    assert files_of(out) == files_of(tmp_path / "again")
+
+
+@pytest.mark.parametrize("text", ["", "One sentence alone"])
+def test_too_little_text_leaves_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(InputError, match=r"empty corpus|a single sentence"):
+        build_corpus([tmp_path / "a.txt"], tmp_path / "out", CONFIG, report=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

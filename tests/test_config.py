@@ -41,8 +41,18 @@ def test_presets_grow():
         (PretrainConfig, {"steps": "many"}, "here: steps = 'many': "),
         (PretrainConfig, {"steps": 0}, "here: steps = 0: "),
         (PretrainConfig, {"mask_rates": [0.8, 0.2]}, "here: mask_rates"),
+        (PretrainConfig, {"mask_rates": "0.8,0.1,x"}, r"here: mask_rates\.2 = 'x': .*number"),
+        (PretrainConfig, {"adam_betas": (0.9, 1)}, r"here: adam_betas\.1 = 1: .*less than 1"),
+        (PretrainConfig, {"learning_rate": "inf"}, "here: learning_rate = 'inf': .*finite"),
+        (PretrainConfig, {"weight_decay": "inf"}, "here: weight_decay = 'inf': .*finite"),
         (PretrainConfig, {"precision": "fp8"}, "here: precision = 'fp8': .*'auto', 'fp32' or 'bf16'"),
         (CorpusConfig, {"vocab_size": 63}, "here: vocab_size = 63: .*greater than or equal to 64"),
+        (
+            CorpusConfig,
+            {"vocab_size": "1000000000"},
+            "here: vocab_size = '1000000000': .*less than or equal to 4194304",
+        ),
+        (CorpusConfig, {"language": "klingon"}, "here: language = 'klingon': "),
         (FinetuneConfig, {"learning_rate": -1}, "here: learning_rate = -1: .*greater than 0"),
         (EncoderConfig, {**SHAPE, "num_attention_heads": 3}, "here: hidden_size 64 is no multiple .*heads 3"),
         (EncoderConfig, {**SHAPE, "hidden_act": "relu"}, "here: hidden_act = 'relu': .*'gelu'"),
@@ -62,6 +72,9 @@ def test_a_vocabulary_is_rounded_up_to_a_multiple_of_eight():
 def test_settings_of_the_command_line_come_as_text():
     config = parse(PretrainConfig, {"steps": "7", "learning_rate": "3e-4"}, "here")
     assert (config.steps, config.learning_rate) == (7, 3e-4)
+    for rates in ("0.8,0.1,0.1", "(0.8, 0.1, 0.1)", "[0.8,0.1,0.1]"):
+        assert parse(PretrainConfig, {"mask_rates": rates}, "here").mask_rates == (0.8, 0.1, 0.1)
+    assert parse(PretrainConfig, {"adam_betas": "0.9,0.98"}, "here").adam_betas == (0.9, 0.98)
 
 
 def test_unknown_preset():
@@ -124,3 +137,11 @@ def test_encoder_config_faults(tmp_path, content, message):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(InputError, match=message):
         read_encoder_config(tmp_path)
+
+
+def test_every_field_can_be_set_on_the_command_line():
+    """As text, in the form in which Python shows its value."""
+    for model in (CorpusConfig, PretrainConfig, FinetuneConfig):
+        for name, value in model().model_dump().items():
+            if value is not None:
+                assert parse(model, {name: str(value)}, "here") == model(), name

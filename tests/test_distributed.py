@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from training_processes import torchrun
 
 from bertship.config import CorpusConfig, EncoderConfig, PretrainConfig
+from bertship.errors import InputError
 from train.batches import Updates, iterate
 from train.corpus import Corpus, build_corpus
 from train.dataset import PretrainingDataset
@@ -142,6 +143,25 @@ def test_two_processes_stop_together_and_go_on(corpus: Path, tmp_path: Path) -> 
     assert 6 <= len(read_log(log)) < 24
     together(train, corpus, tmp_path / "run", config)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def refused(corpus: Path, out: Path) -> None:
+    """What each process is told."""
+    with pytest.raises(InputError) as caught:
+        pretrain(corpus, out, MODEL, CONFIG, quiet)
+    (out.parent / f"told-{os.environ['RANK']}").write_text(str(caught.value))
+
+
+def test_what_the_main_process_refuses_is_refused_by_all(corpus: Path, tmp_path: Path) -> None:
+    """Without a wait for one that has left."""
+    home = tmp_path / "run.training"
+    home.mkdir()
+    (home / "recipe.json").write_text('{"corpus": "another"}')
+    together(refused, corpus, tmp_path / "run")
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert "holds an interrupted training with another corpus" in told[0]
+    assert [path.name for path in home.iterdir()] == ["recipe.json"]
 
 
 def test_alone_nothing_is_asked_of_anybody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ def test_archives_of_several_members(tmp_path: Path, packing: str) -> None:
         ("a.parquet", parquet(["x"], "body"), "a.parquet has no column 'text'; its columns are id, body; .*text_field"),
         ("a.parquet", parquet([3], "text"), "a.parquet: column 'text' holds int64, strings are needed"),  # type: ignore[list-item]
         ("a.parquet.gz", gzip.compress(b"x"), r"cannot read .*a\.parquet\.gz: "),
+        ("a.jsonl", jsonl(["x"]) + b'{"text": 12}\n', 'a.jsonl, line 2 has no string "text" .it is 12.; write'),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "a.jsonl, line 1 holds NUL bytes: it is binary, or UTF-16"),
         ("a.jsonl.zst", PACK[".zst"](jsonl(["x"] * 70) + b"{\n"), "a.jsonl.zst, line 71 is not JSON"),
     ],
 )
@@ -90,6 +92,10 @@ def test_rows_without_a_text_are_counted(tmp_path: Path) -> None:
     skipped: Counter[str] = Counter()
     assert list(read_documents(tmp_path / "a.parquet", skipped)) == ["x", "y"]
     assert skipped == {"rows without a text": 2}
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": null}\n{"text": "x", "number": ' + b"9" * 5000 + b"}\n")
+    skipped.clear()
+    assert list(read_documents(tmp_path / "a.jsonl", skipped)) == ["x"]
+    assert skipped == {"rows without a text": 1}
 
 
 def test_rows_of_single_sentences_make_documents(tmp_path: Path) -> None:
@@ -145,6 +151,8 @@ def test_a_folder_and_a_glob_in_the_order_of_names(tmp_path: Path) -> None:
         ("{}", "no documents in .*: none of its 1 files ends in .txt"),
         ("{}/none.txt", "no such file: "),
         ("owner/name", "no such file: owner/name; for a data set of the hub write hub:owner/name"),
+        ("", "a source of the corpus has no name"),
+        ("/dev/null", "/dev/null is a pipe or a device; a file is needed"),
         ("hub:", "'hub:' is no data set; hub:NAME"),
         ("nope://a/b.txt", "cannot read nope://a/b.txt: Protocol not known: nope"),
         ("file://{}/none.txt", "no such file: file://"),

@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from train.dataset import PretrainingDataset
 from train.heads import PretrainingModel, SentenceModel
 from train.objectives import evaluate, loss_sums
 from train.pretrain import fingerprint_of, pretrain
+from train.stages import make_pretraining
 
 MODEL = EncoderConfig(
     vocab_size=128,
@@ -263,3 +265,82 @@ def test_a_last_checkpoint_that_was_never_published_is_published(
     assert len(read_log(tmp_path / "run")) == 4
     heldout = [json.loads(line) for line in (tmp_path / "run" / "heldout.jsonl").read_text().splitlines()]
     assert manifest["metrics"]["after"] == {k: v for k, v in heldout[-1].items() if k != "step"}
+
+
+def test_a_model_that_is_broken_is_neither_saved_nor_published(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """trn.5: also where the training ends before ten gradients in a row were not finite."""
+    update = module.Learner.update
+
+    def broken(self: Any, number: int, *rest: Any) -> Any:
+        outcome = update(self, number, *rest)
+        if number == 5:
+            with torch.no_grad():
+                self.model.encoder.pooler.weight.fill_(math.nan)
+        return outcome
+
+    monkeypatch.setattr(module.Learner, "update", broken)
+    config = SHORT.model_copy(update={"steps": 10, "checkpoint_every": 3})
+    with pytest.raises(CheckFailed, match=r"at update 6: the held-out loss is not finite .*first .*pooler") as e:
+        pretrain(corpus, tmp_path / "run", MODEL, config, quiet)
+    assert f"the last checkpoint is {tmp_path}/run.training/checkpoints/step-00000003; start" in str(e.value)
+    assert [path.name for path in (tmp_path / "run.training" / "checkpoints").iterdir()] == ["step-00000003"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_corpus_that_is_made_anew_meanwhile_changes_nothing(corpus: Path, tmp_path: Path) -> None:
+    """What a training reads is the corpus that it began with, held-out part and second phase included."""
+    config = SHORT.model_copy(update={"checkpoint_every": 2, "long_steps": 4, "long_sequence_length": 48})
+    (tmp_path / "a.txt").write_text("\n\n".join(f"Other text {n}. It is of another kind, {n}." for n in range(99)))
+    place = tmp_path / "corpus"
+    shutil.copytree(corpus, place)
+    pretrain(place, tmp_path / "whole", MODEL, config, quiet)
+
+    def make_anew(line: str) -> None:
+        if line.startswith("held out before"):
+            build_corpus([tmp_path / "a.txt"], place, CorpusConfig(vocab_size=256), report=quiet)
+
+    pretrain(place, tmp_path / "run", MODEL, config, make_anew)
+    assert Tokenizer.from_dir(place).vocab_size != Tokenizer.from_dir(corpus).vocab_size
+    assert read_log(tmp_path / "run") != []
+    for name in ("mlm_loss", "nsp_loss"):
+        heldout = [
+            [json.loads(line)[name] for line in (tmp_path / run / "heldout.jsonl").read_text().splitlines()]
+            for run in ("whole", "run")
+        ]
+        assert heldout[0] == heldout[1]
+
+
+def test_a_part_of_one_document_is_said(tmp_path: Path) -> None:
+    """pre.1: NSP accuracy on it would be 100 % for a model that always says IsNext."""
+    (tmp_path / "a.txt").write_text(
+        "\n\n".join(f"A stone rolls {n}. A lamp shines. Hills are green." for n in range(4))
+    )
+    build_corpus([tmp_path / "a.txt"], tmp_path / "corpus", CorpusConfig(vocab_size=64), report=quiet)
+    said: list[str] = []
+    pretrain(tmp_path / "corpus", tmp_path / "run", MODEL, SHORT, said.append)
+    assert any("the held-out part of" in line and "is one document" in line for line in said)
+    assert not any("the training part of" in line for line in said)
+    pretrain(tmp_path / "corpus", tmp_path / "mlm", MODEL, SHORT.model_copy(update={"objective": "mlm"}), said.append)
+    assert sum("is one document" in line for line in said) == 1
+
+
+def test_a_model_of_one_segment_is_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="type_vocab_size 1; a pair of segments needs 2"):
+        pretrain(corpus, tmp_path / "run", MODEL.model_copy(update={"type_vocab_size": 1}), SHORT, quiet)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_finished_run_is_not_replaced_without_a_word(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "nano.toml").write_text(
+        "[model]\nhidden_size = 32\nnum_hidden_layers = 1\nnum_attention_heads = 2\nintermediate_size = 64\n"
+        "[pretrain]\nsteps = 3\nwarmup_steps = 1\nsequence_length = 32\nbatch_size = 8\nheldout_batches = 1\n"
+    )
+    out, said = tmp_path / "pretrain" / "run", list[str]()
+    for settings in ({}, {}, {"learning_rate": "1e-3"}):
+        make_pretraining(corpus, out, str(tmp_path / "nano.toml"), settings, said.append)
+    assert [line.split("; ")[0] for line in said if line.startswith(str(out))] == [
+        f"{out} is up to date",
+        f"{out} is finished and differs from what is asked for (corpus, settings, start or code)",
+    ]

@@ -178,3 +178,30 @@ def test_what_the_machine_alone_decides_may_change(
     assert any(f"going on after update {logged}" in line and "the code has changed since" in line for line in said)
     assert [line["step"] for line in facts(out)] == list(range(1, 61))
     assert logged < 60
+
+
+def train_slowly(corpus: Path, out: Path, config: PretrainConfig) -> None:
+    def wait(line: str) -> None:
+        time.sleep(0.1 if "held out at" in line else 0)
+
+    pretrain(corpus, out, MODEL, config, wait)
+
+
+def test_two_trainings_of_one_name(corpus: Path, processes: Any, tmp_path: Path) -> None:
+    """The second is refused, whatever it was asked for, and leaves the first alone; a killed one holds nothing."""
+    out, log = tmp_path / "run", tmp_path / "run.training" / "metrics.jsonl"
+    running = processes.Process(target=train_slowly, args=(corpus, out, CONFIG))
+    running.start()
+    until = time.monotonic() + 60
+    while (not log.is_file() or len(read_log(log)) < 8) and time.monotonic() < until:
+        time.sleep(0.002)
+    for restart in (False, True):
+        with pytest.raises(InputError, match=rf"process {running.pid} is training in .*run\.training; wait .*--name"):
+            pretrain(corpus, out, MODEL, CONFIG, quiet, restart=restart)
+    assert running.is_alive()
+    assert len(read_log(log)) >= 8
+    running.kill()
+    running.join()
+    pretrain(corpus, out, MODEL, CONFIG, quiet)
+    assert [line["step"] for line in facts(out)] == list(range(1, 61))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -32,12 +32,12 @@ from bertship.progress import byte_progress, to_stderr
 from bertship.tokenization import Tokenizer
 from train.chunks import PACKING, UNIT_BYTES, Chunk
 from train.encode import sentences_of, token_dtype
-from train.inputs import Input, Source, find_inputs
+from train.inputs import Input, Source, find_inputs, has_changed
 from train.plan import Plan, fingerprint_of, prepare, workers_for
 from train.readers import read_documents
 from train.shards import Shard, ShardWriter, finished_shards, merge_shards, shard_folder
 from train.sources import fetch
-from train.splits import SPLITS, Corpus, describe, ensure_both_sides
+from train.splits import SPLITS, Corpus, TooLittleText, describe, ensure_both_sides
 from train.vocabulary import train_vocabulary
 
 __all__ = [
@@ -100,8 +100,8 @@ def build_corpus(
 
     `workers` processes tokenize (None: one a core, four at most; 0: this one); their number changes no byte of the
     result. A build that ended early, killed or not, goes on where it was when it is started again with the same
-    sources and settings. Raises InputError for sources that are missing, of an unknown kind or damaged, for a corpus
-    of less than two sentences, and when another process is building the same corpus.
+    sources and settings. Raises InputError for sources that are missing, of an unknown kind, damaged or written to
+    while they are read, for a corpus of less than two sentences, and when another process is building the same corpus.
     """
     out = Path(out)
     out = out.resolve() if out.is_symlink() else out
@@ -110,7 +110,11 @@ def build_corpus(
     with _alone(work), _full_disk_named(work):
         plan = prepare(inputs, work, config, tokenizer, report, workers)
         build_shards(plan, report=report, workers=workers)
-        manifest = merge(plan, out, report)
+        try:
+            manifest = merge(plan, out, report)
+        except TooLittleText:  # which the same text would be again
+            shutil.rmtree(work, ignore_errors=True)
+            raise
         shutil.rmtree(work, ignore_errors=True)
     return manifest
 
@@ -151,6 +155,19 @@ def build_shards(
             if step.closes:
                 writer.close(step.after, step.last, step.within)
                 writer = None
+    _refuse_changed(plan, todo)
+
+
+def _refuse_changed(plan: Plan, numbers: Sequence[int]) -> None:
+    """Nobody knows what of a file has been read that was written to meanwhile; the shards of its units are removed."""
+    changed = {which for which in {plan.units[number][0] for number in numbers} if has_changed(plan.inputs[which])}
+    for number, (which, _) in enumerate(plan.units):
+        if which in changed:
+            for shard in finished_shards(plan.shards, number):
+                shutil.rmtree(shard.folder)
+    if changed:
+        name = plan.inputs[min(changed)].name
+        raise InputError(f"{name} has changed while it was read; start again when nothing writes to it any more")
 
 
 def merge(plan: Plan, out: Path, report: Callable[[str], None] = to_stderr) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Every collective is called by all processes in the same order; alone, each is a 
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -68,6 +68,17 @@ class Processes:
         finally:
             if self.main:
                 self.wait()
+
+    def judge(self, action: Callable[[], None]) -> None:
+        """The main process does `action`; its InputError is raised by all, who would wait for it in vain otherwise."""
+        refusal = ""
+        if self.main:
+            try:
+                action()
+            except InputError as error:
+                refusal = str(error)
+        if refusal := self.agree(refusal):
+            raise InputError(refusal)
 
     def wait(self) -> None:
         """Until all have come this far."""

@@ -14,6 +14,8 @@ import contextlib
 import glob
 import gzip
 import io
+import itertools
+import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 from xml.etree import ElementTree
 
-from bertship.artifacts import sha256_file, sha256_json
+from bertship.artifacts import MANIFEST, sha256_file, sha256_json
 from bertship.errors import BertshipError, InputError
 
 KINDS = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".xml": "dump"}
@@ -41,13 +43,14 @@ Source = str | Path
 class Input:
     """One file or data set. `name`: path, URL or `hub:...`; `kind`: text, jsonl, parquet, dump or hub; `compression`:
     a suffix or nothing; `size`: bytes as stored, None where unknown; `stamp`: what changes with the contents, the
-    SHA-256 of a local file, else what the store says."""
+    SHA-256 of a local file, else what the store says; `modified`: of a local file, in ns, before it was hashed."""
 
     name: str
     kind: str
     compression: str
     size: int | None
     stamp: str
+    modified: int = 0
 
     @property
     def remote(self) -> bool:
@@ -62,8 +65,9 @@ class Input:
 def find_inputs(sources: Sequence[Source | Input], report: Callable[[str], None] = lambda line: None) -> list[Input]:
     """The inputs that `sources` name, in their order; a folder's and a glob's in the order of their names.
 
-    Files of other kinds in a folder are left out and counted, an input that is named twice is taken once; `report`
-    is told. Raises InputError for what is missing, unknown, unreadable, and for an extra that is not installed.
+    Files of other kinds in a folder are left out and counted, and so is what this project has written there, such as
+    the vocabulary of a corpus; an input that is named twice is taken once; `report` is told. Raises InputError for
+    what is missing, unknown, unreadable, and for an extra that is not installed.
     """
     if not sources:
         raise InputError("no source files for the corpus; name at least one")
@@ -138,6 +142,8 @@ def _inputs_of(source: str, report: Callable[[str], None]) -> list[Input]:
         return [_hub_input(source)]
     if "://" in source:
         return _remote_inputs(source, report)
+    if not source:
+        raise InputError("a source of the corpus has no name; leave it out, or name a file, a folder or a glob")
     path = Path(source)
     if path.is_dir():
         files = sorted(
@@ -145,7 +151,7 @@ def _inputs_of(source: str, report: Callable[[str], None]) -> list[Input]:
             for file in path.rglob("*")
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
         )
-        return _known(source, [str(file) for file in files], report)
+        return _known(source, _not_ours(source, path, [str(file) for file in files], report), report)
     if path.is_file():
         return [_local_input(source)]
     if glob.has_magic(source):
@@ -153,7 +159,10 @@ def _inputs_of(source: str, report: Callable[[str], None]) -> list[Input]:
         matches = sorted(match for match in glob.glob(source, recursive=True) if Path(match).is_file())  # noqa: PTH207
         if not matches:
             raise InputError(f"no file matches {source}")
-        return [_local_input(match) for match in matches]
+        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
+        return [_local_input(match) for match in _not_ours(source, Path(*fixed), matches, report)]
+    if path.exists():
+        raise InputError(f"{source} is a pipe or a device; a file is needed, as it is read more than once")
     hint = f"; for a data set of the hub write hub:{source}" if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else ""
     raise InputError(f"no such file: {source}{hint}")
 
@@ -176,6 +185,35 @@ def _known(folder: str, names: list[str], report: Callable[[str], None]) -> list
     return taken
 
 
+def _not_ours(source: str, root: Path, names: list[str], report: Callable[[str], None]) -> list[str]:
+    """`names` without what lies, at or below `root`, in a folder that this project has written: runs among documents
+    would bring their vocabularies and logs into the next corpus."""
+    written: dict[Path, bool] = {}
+
+    def ours(folder: Path) -> bool:
+        if folder not in written:
+            written[folder] = _is_run(folder) or (folder != root and root in folder.parents and ours(folder.parent))
+        return written[folder]
+
+    taken = [name for name in names if not ours(Path(name).parent)]
+    if left_out := [name for name in names if ours(Path(name).parent)]:
+        report(f"{source}: {len(left_out)} files in runs of bertship are left out, the first is {left_out[0]}")
+    if not taken and left_out:
+        raise InputError(f"no documents in {source}: all of its files are in runs of bertship")
+    return taken
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a stage has written `folder`, or a training in progress is there."""
+    if folder.suffix == ".training" and (folder / "recipe.json").is_file():
+        return True
+    try:
+        facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and {"stage", "fingerprint", "versions", "files"} <= facts.keys()
+
+
 class _UnknownKind(InputError):
     pass
 
@@ -184,9 +222,24 @@ def _local_input(name: str) -> Input:
     kind, compression = _kind_of(name)
     path = Path(name)
     try:
-        return Input(name, kind, compression, path.stat().st_size, sha256_file(path))
+        facts = path.stat()
+        return Input(name, kind, compression, facts.st_size, sha256_file(path), facts.st_mtime_ns)
     except OSError as error:
         raise InputError(f"cannot read {name}: {error.strerror}") from None
+
+
+def has_changed(item: Input) -> bool:
+    """Whether a local file is no longer what it was when it was hashed; a file that is gone has."""
+    if item.remote or item.kind == "hub":
+        return False
+    path = Path(item.name)
+    try:
+        facts = path.stat()
+        if (facts.st_size, facts.st_mtime_ns) == (item.size, item.modified):
+            return False
+        return sha256_file(path) != item.stamp
+    except OSError:
+        return True
 
 
 def _kind_of(name: str) -> tuple[str, str]:

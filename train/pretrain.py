@@ -19,11 +19,12 @@ import torch
 
 from bertship import artifacts
 from bertship.config import MACHINE_FIELDS, EncoderConfig, PretrainConfig
+from bertship.errors import CheckFailed
 from bertship.progress import progress, to_stderr
 from bertship.tokenization import Tokenizer
 from train.batches import Phase, Updates, iterate, layout_of, phases_of
 from train.checkpoint import load_model, save_model
-from train.corpus import Corpus
+from train.corpus import SPLITS, Corpus
 from train.dataset import PretrainingDataset
 from train.distributed import Processes, device_name, join
 from train.flops import matrix_product_rate, training_flops
@@ -32,7 +33,16 @@ from train.model import count_parameters
 from train.objectives import OBJECTIVES, describe, evaluate
 from train.optim import pick_precision
 from train.pretrain_report import write_report
-from train.snapshots import Snapshot, Snapshots, check_claim, claim, link_tree, load_optimizer, optimizer_tensors
+from train.snapshots import (
+    Snapshot,
+    Snapshots,
+    check_claim,
+    claim,
+    held,
+    link_tree,
+    load_optimizer,
+    optimizer_tensors,
+)
 from train.start import check_fit, start_model
 from train.watch import Board, MetricsLog, StopRequest, UpdateGuard, stop_request, weights_state
 
@@ -106,10 +116,11 @@ def pretrain(
 
     On one machine, equal inputs, seed, processes and threads give equal losses, interrupted or not. Under torchrun
     every process calls this. Raises InputError where configuration and corpus do not fit or an interrupted training
-    has other settings, CheckFailed when SKIPS_IN_A_ROW updates in a row were not finite.
+    has other settings or is another process's, CheckFailed when SKIPS_IN_A_ROW updates in a row or a held-out loss were
+    not finite.
     """
-    with join() as processes:
-        return _Training(corpus_dir, out_dir, model_config, config, report, init, restart, processes).run()
+    with join() as processes, contextlib.ExitStack() as stack:
+        return _Training(corpus_dir, out_dir, model_config, config, report, init, restart, processes, stack).run()
 
 
 class _Training:
@@ -125,6 +136,7 @@ class _Training:
         init: Path | None,
         restart: bool,
         processes: Processes,
+        stack: contextlib.ExitStack,
     ) -> None:
         self.corpus_dir, self.out_dir, self.init = corpus_dir, out_dir, init
         self.config, self.processes = config, processes
@@ -132,6 +144,8 @@ class _Training:
         self.recipe = recipe_of(corpus_dir, model_config, config, init)
         self.fingerprint = fingerprint_of(corpus_dir, model_config, config, init)
         self.tokenizer = Tokenizer.from_dir(corpus_dir)
+        # held open to the end: another corpus may be made in the same place while this one is trained on
+        self.corpora = {split: Corpus.open(corpus_dir, split) for split in SPLITS}
         self.objective, self.phases = OBJECTIVES[config.objective], phases_of(config)
         self.precision = pick_precision(config.precision, processes.device)
         self.layout = layout_of(config)
@@ -141,8 +155,7 @@ class _Training:
         self.home = out_dir.with_name(f"{out_dir.name}.training")
         self.snapshots = Snapshots(self.home / "checkpoints", config.keep_checkpoints)
         processes.wait()  # all have judged the inputs before one changes anything
-        if processes.main:
-            check_claim(self.home, self.recipe, restart)
+        processes.judge(lambda: self._take_home(stack, restart))
         snapshot = self._newest()
         torch.manual_seed(config.seed)
         if snapshot:
@@ -164,6 +177,10 @@ class _Training:
         self.after: dict[str, float] = {}
         self.guard = UpdateGuard(skipped=self.done.skipped, in_a_row=self.done.in_a_row)
         self.peak = matrix_product_rate(processes.device, self.precision)
+
+    def _take_home(self, stack: contextlib.ExitStack, restart: bool) -> None:
+        stack.enter_context(held(self.home))
+        check_claim(self.home, self.recipe, restart)
 
     def _newest(self) -> Snapshot | None:
         """The main process's choice: the others must not see another one."""
@@ -237,7 +254,13 @@ class _Training:
                 "tokens_per_s": round(rate),
             }
             log.write(facts, "training")
-        self.guard.saw(outcome.applied, lambda in_a_row: self._diagnosis(outcome, in_a_row))
+        self.guard.saw(
+            outcome.applied,
+            lambda in_a_row: self._diagnosis(
+                f"{in_a_row} gradients in a row were not finite (language model loss {outcome.mlm_loss:.4g}, NSP loss "
+                f"{outcome.nsp_loss:.4g}, learning rate {outcome.lr:.3g}"
+            ),
+        )
         self.done.skipped, self.done.in_a_row = self.guard.skipped, self.guard.in_a_row
         done = self.done
         advance(f"loss {outcome.loss:.3f}, {done.tokens / done.seconds:,.0f} tokens/s, MFU {self._mfu():.0%}")
@@ -251,6 +274,9 @@ class _Training:
         facts = {"step": self.done.update, **self.after}
         if self.processes.main:
             heldout.write(facts, "held out")
+        if not all(math.isfinite(self.after.get(name, 0.0)) for name in ("mlm_loss", "nsp_loss")):
+            # no checkpoint of it, which would push out a good one
+            raise CheckFailed(self._diagnosis(f"the held-out loss is not finite ({describe(self.after)}"))
         self._save(self.after["mlm_loss"])
         if self.done.update < sum(phase.steps for phase in self.phases):
             self.report(f"held out at update {self.done.update}: {describe(self.after)}")
@@ -320,10 +346,15 @@ class _Training:
             f"{epochs:.1f} epochs"
             + (f"; {others} more GPUs are here, GPUS={torch.cuda.device_count()} uses all" if others > 0 else "")
         )
+        for split, part in zip(SPLITS, ("training", "held-out"), strict=True):
+            if self.objective.nsp and len(self.corpora[split]) < 2:
+                self.report(
+                    f"WARNING: the {part} part of {self.corpus_dir} is one document, so that all of its pairs are "
+                    "IsNext: NSP accuracy on it says nothing; give more documents or a larger heldout_share"
+                )
 
     def _dataset(self, phase: Phase, split: str) -> PretrainingDataset:
-        corpus = Corpus.open(self.corpus_dir, split)
-        return PretrainingDataset(corpus, phase.sequence_length, self.config, self.tokenizer)
+        return PretrainingDataset(self.corpora[split], phase.sequence_length, self.config, self.tokenizer)
 
     def _updates(self, phase: Phase, split: str, steps: int) -> Updates:
         dataset, processes = self._dataset(phase, split), self.processes
@@ -344,12 +375,13 @@ class _Training:
     def _mfu(self) -> float:
         return self.done.flops / max(self.done.seconds, 1e-9) / (self.peak * self.processes.count)
 
-    def _diagnosis(self, outcome: Outcome, in_a_row: int) -> str:
+    def _diagnosis(self, what: str) -> str:
+        """`what`: seen in the last update, with figures in a parenthesis that is open."""
         steps = self.snapshots.steps()
-        saved = f"the last checkpoint is {self.snapshots.path(steps[-1])}" if steps else "there is no checkpoint yet"
+        saved = "there is no checkpoint yet; begin anew (--force)"
+        if steps:
+            saved = f"the last checkpoint is {self.snapshots.path(steps[-1])}; start from it (INIT) or anew (--force)"
         return (
-            f"pre-training stopped at update {self.done.update}: {in_a_row} gradients in a row were not finite "
-            f"(language model loss {outcome.mlm_loss:.4g}, NSP loss {outcome.nsp_loss:.4g}, learning rate "
-            f"{outcome.lr:.3g}; {weights_state(self.model)}); {saved}; start from it (INIT) or anew with a lower "
-            'learning_rate, longer warmup_steps, or precision = "fp32"'
+            f"pre-training stopped at update {self.done.update}: {what}; {weights_state(self.model)}); {saved} with a "
+            'lower learning_rate, longer warmup_steps, or precision = "fp32"'
         )

@@ -9,10 +9,13 @@ as it is), with two files more:
 `manifest.json` has the hash of each file: what is not whole is passed over for the one before.
 """
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from train.heads import HeadedModel
 OPTIMIZER = "optimizer.safetensors"
 TRAINING = "training.json"
 RECIPE = "recipe.json"
+_LOCK = "lock"
 _PREFIX = "step-"
 
 
@@ -168,6 +172,41 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: Path) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+@contextlib.contextmanager
+def held(home: Path) -> Iterator[None]:
+    """Within the block `home`, the folder of a training in progress, is this process's alone; without a trace where
+    nothing came of it.
+
+    Raises InputError where another process trains there. A lock of POSIX's: it ends with the process, whatever ends it,
+    and no forked one has it. On a file system without locks nothing is held.
+    """
+    if blocking := next((parent for parent in (home, *home.parents) if parent.is_file()), None):
+        raise InputError(f"cannot write {home}: {blocking} is a file, not a directory")
+    made = not home.exists()
+    home.mkdir(parents=True, exist_ok=True)
+    path = home / _LOCK
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                raise InputError(
+                    f"process {file.read().strip() or 'of another machine'} is training in {home}; wait for it, stop "
+                    "it, or take another name (--name)"
+                ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            if made:
+                with contextlib.suppress(OSError):  # something is in it that is worth going on with, or it is published
+                    home.rmdir()
+
+
 def claim(home: Path, recipe: dict[str, Any]) -> None:
     """Make the folder of a training in progress and say there whose it is."""
     artifacts.write_text(home / RECIPE, json.dumps(recipe, indent=2) + "\n")
@@ -178,8 +217,12 @@ def check_claim(home: Path, recipe: dict[str, Any], restart: bool) -> None:
 
     Raises InputError that names what differs.
     """
+    for leftover in home.iterdir() if restart and home.is_dir() else ():
+        if leftover.name != _LOCK:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     if restart:
-        shutil.rmtree(home, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            home.rmdir()
     path = home / RECIPE
     if not path.is_file():
         return

@@ -15,6 +15,10 @@ from train.shards import SPLITS
 _BLOCK = 1 << 20  # elements copied at once
 
 
+class TooLittleText(InputError):
+    """Text that makes no corpus, however often it is read."""
+
+
 class Corpus:
     """A split of a corpus directory, memory-mapped.
 
@@ -74,9 +78,9 @@ def ensure_both_sides(staging: Path, config: CorpusConfig, dtype: np.dtype, sour
     last = int(ends[-1])
     where = ", ".join(sources)
     if not count:
-        raise InputError(f"empty corpus: no document with a sentence in {where}")
+        raise TooLittleText(f"empty corpus: no document with a sentence in {where}")
     if last < 2:
-        raise InputError(
+        raise TooLittleText(
             f"a single sentence in {where}; a corpus needs two or more, some to train on and some held out"
         )
     if count == 1:

@@ -1,12 +1,13 @@
 """The training stages as commands use them: find the inputs, skip what is up to date, run what is not."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bertship.artifacts import is_current, read_manifest
+from bertship.artifacts import MANIFEST, is_current, read_manifest
 from bertship.config import (
     EncoderConfig,
     PretrainConfig,
@@ -63,6 +64,11 @@ def make_pretraining(
     start = find_init(init, out.parent.parent, preset, report)[0] if init else None
     if not force and is_current(out, pretrain.fingerprint_of(corpus_dir, model, config, start)):
         return _reused(out, report)
+    if not force and (out / MANIFEST).is_file() and os.environ.get("RANK", "0") == "0":
+        report(
+            f"{out} is finished and differs from what is asked for (corpus, settings, start or code); it stays until "
+            "this training replaces it at its end; --name keeps both"
+        )
     return pretrain.pretrain(corpus_dir, out, None if start else model, config, report, start, force)
 
 

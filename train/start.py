@@ -85,6 +85,8 @@ def start_model(
 def check_fit(config: EncoderConfig, tokenizer: Tokenizer, phases: list[Phase], corpus_dir: Path) -> None:
     """Refuse a corpus whose pieces, and phases whose sequences, the model has no vectors for: InputError."""
     check_vocabulary(tokenizer, config, str(corpus_dir))
+    if config.type_vocab_size < 2:
+        raise InputError(f"the model has type_vocab_size {config.type_vocab_size}; a pair of segments needs 2")
     for phase in phases:
         if phase.sequence_length > config.max_position_embeddings:
             raise InputError(
