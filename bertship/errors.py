@@ -60,3 +60,8 @@ class RequestTimeout(ClientError):
 
 class ServerFault(ClientError):
     """The server failed at a request that it had taken, or the connection broke before its answer was there."""
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `2,000 rows`: a number and what it counts, in messages."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

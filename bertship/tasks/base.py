@@ -69,6 +69,7 @@ class Files:
     documents: bool = False  # CoNLL: a document is one example, so that every word has its neighbours' sentences
     folders: tuple[str, ...] = ()  # the official archive's folders
     rows: Mapping[str, int] = field(default_factory=dict)  # rows of the official splits
+    dev_share: float = 0.0  # of the training file, held out as the dev split where there is no file of it
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,8 @@ def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
     header = _typed(path, "files.header", values.get("header", True), bool)
     if form == "jsonl" and not header:
         raise InputError(f"{path}: files.header false: fields of jsonl have names; leave it out")
+    dev = values.get("dev", "")
+    share = 0.0 if isinstance(dev, str) else _share(path, dev)
     default = {"span": "answer", "token": "entities"}.get(behaviour.loss, "label")
     target = values.get("target", default)
     lists = {spec.name for spec in behaviour.request() if len(spec.dims) > 1}
@@ -165,8 +167,9 @@ def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
         format=form,
         splits={
             split: (_typed(path, f"files.{split}", values.get(split, f"{split}.{form}"), str),)
-            for split in ("train", "dev", *({"test"} & values.keys()))
+            for split in ("train", *(() if share else ("dev",)), *({"test"} & values.keys()))
         },
+        dev_share=share,
         columns={name: tuple(column) if isinstance(column, list) else column for name, column in columns.items()},
         target=target,
         prefix=_typed(path, "files.prefix", values.get("prefix", ""), str),
@@ -179,6 +182,15 @@ def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
             for key, value in _typed(path, "files.labels", values.get("labels", {}), dict).items()
         },
     )
+
+
+def _share(path: Path, dev: Any) -> float:
+    """Of the training file, to be held out."""
+    if isinstance(dev, bool) or not isinstance(dev, int | float) or not 0 < dev < 1:
+        raise InputError(
+            f"{path}: files.dev {dev!r}: the name of a file, or a share of the training file such as 0.2, is needed"
+        )
+    return float(dev)
 
 
 def _refuse_unknown(path: Path, values: dict[str, Any], known: set[str], prefix: str) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bertship.errors import InputError
+from bertship.errors import InputError, counted
 from bertship.tasks.base import KINDS, Example, Task, nested
+from bertship.tasks.holdout import held_out
 from bertship.tasks.ner import words_example
 from bertship.tasks.squad import Gold
 
@@ -39,12 +40,19 @@ def read_split(
     """
     path = find_split(task, folder, split)
     left_out: list[str] = []
+    share = task.files.dev_share if split in ("train", "dev") else 0.0
     examples = list(READERS[task.files.format](task, path, not is_test(split), left_out))
     if left_out:
         named = "; ".join(left_out[:3]) + (" ..." if len(left_out) > 3 else "")
         report(f"WARNING: {path}: {len(left_out):,} rows are left out: {named}")
     if not examples:
         raise InputError(f"{path} holds no examples")
+    if share:
+        held = held_out(task, examples, share)
+        examples = [example for example, dev in zip(examples, held, strict=True) if dev is (split == "dev")]
+        report(
+            f"{split}: {len(examples):,} of {counted(len(held), 'example')} in {path}, parted by text (dev = {share:g})"
+        )
     official = task.files.rows.get(split, 0)
     if official and len(examples) != official:
         report(f"{path} holds {len(examples):,} examples of {task.name}; the official {split} split has {official:,}")
@@ -62,9 +70,11 @@ def is_test(split: str) -> bool:
 
 def find_split(task: Task, folder: Path, split: str) -> Path:
     """The split's file, in `folder` or in the official archive's folder below it. Raises InputError."""
+    if folder.is_file():
+        raise InputError(f"{folder} is a file; name the folder that it is in, and the file in the task's [files]")
     if not folder.is_dir():
         raise InputError(f"no such data folder: {folder}")
-    names = task.files.splits.get(split, ())
+    names = task.files.splits.get("train" if split == "dev" and task.files.dev_share else split, ())
     for place in (folder, *(folder / name for name in task.files.folders)):
         for name in names:
             if (place / name).is_file():
