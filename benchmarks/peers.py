@@ -3,6 +3,7 @@
     python -m benchmarks.peers             everything: the peers' environments, then an hour of measuring on two cores
     python -m benchmarks.peers --quick     the same steps in small: whether everything works; its figures mean nothing
     python -m benchmarks.peers --install   the environments alone
+    python -m benchmarks.peers --parts export,serving    some of it; what was measured before stays on the page
 
 Peers are installed in environments of their own under build/peers (benchmarks/peer_environments.py). Both sides of a
 comparison have the same weights, texts and threads and take turns, answers are compared before times, and peers have
@@ -20,6 +21,7 @@ benchmarks/results/peers.json and peers.md besides.
 
 import argparse
 import csv
+import dataclasses
 import json
 import os
 import statistics
@@ -28,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -301,7 +304,8 @@ def measure(context: Context, names: Sequence[str]) -> list[Part]:
     parts = []
     for name in names:
         say(f"{name}: measuring")
-        begun = time.monotonic()
+        begun, load = time.monotonic(), round(os.getloadavg()[0], 2)
+        measured = datetime.now(UTC).isoformat(" ", "minutes")[:16]
         try:
             part = PARTS[name](context)
         except Absent as error:
@@ -311,8 +315,16 @@ def measure(context: Context, names: Sequence[str]) -> list[Part]:
         for line in (*part.absent, *([part.failed] if part.failed else [])):
             say(f"{name}: {line}")
         say(f"{name}: {time.monotonic() - begun:.0f} s")
+        part = dataclasses.replace(part, measured=measured, load=load)
+        write_text(context.home / "parts" / f"{name}.json", json.dumps(part.as_dict(), default=str) + "\n")
         parts.append(part)
     return parts
+
+
+def measured_before(home: Path, names: Sequence[str]) -> list[Part]:
+    """Parts of earlier runs into the same folder, but for `names`."""
+    files = [home / "parts" / f"{name}.json" for name in PARTS if name not in names]
+    return [Part.from_dict(json.loads(file.read_text(encoding="utf-8"))) for file in files if file.is_file()]
 
 
 def main() -> None:
@@ -337,7 +349,8 @@ def main() -> None:
     home.mkdir(parents=True, exist_ok=True)
     load = round(os.getloadavg()[0], 2)
     bring_model(runs, given.quick)
-    parts = measure(Context(home, runs, environments, given.quick), names)
+    parts = measure(Context(home, runs, environments, given.quick), names) + measured_before(home, names)
+    parts.sort(key=lambda part: list(PARTS).index(part.name))
     result = {
         "quick": given.quick,
         "machine": describe_machine() | {"load_before": load, "load_after": round(os.getloadavg()[0], 2)},
@@ -345,7 +358,7 @@ def main() -> None:
         "parts": [part.as_dict() for part in parts],
     }
     write(result, parts, home)
-    if not given.quick and set(names) == PARTS.keys():
+    if not given.quick and {part.name for part in parts} == PARTS.keys():
         write_text(RESULTS / "peers.json", json.dumps(result, indent=2, default=str) + "\n")
         write_text(RESULTS / "peers.md", (home / "report.md").read_text(encoding="utf-8"))
     sys.stdout.write(f"{home / 'report.html'}\n{home / 'report.md'}\n")

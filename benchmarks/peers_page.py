@@ -51,6 +51,15 @@ class Part:
     absent: Sequence[str] = ()
     failed: str = ""
     raw: Mapping[str, Any] = field(default_factory=dict)
+    measured: str = ""  # when, in UTC
+    load: float = 0.0  # of the machine before it
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> "Part":
+        return cls(**{**facts, "ratios": [Ratio(**ratio) for ratio in facts["ratios"]]})
+
+    def when(self) -> str:
+        return f"Measured {self.measured}, load before it {self.load:g}."
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -79,7 +88,7 @@ def page(result: Mapping[str, Any], parts: Sequence[Part]) -> Report:
     made.table("Ratios and their spreads", _RATIO_HEAD, [row for part in parts for row in _ratio_rows(part)])
     for part in parts:
         if part.what:
-            made.text(part.name.capitalize(), part.what)
+            made.text(part.name.capitalize(), part.what, part.when())
             made.table("Answers, compared first", ("", ""), part.answers, part.answers_note)
             made.table("Measured", ("", "median (least to most)", ""), part.figures)
     made.facts("Machine", {n: v for n, v in result["machine"].items() if n not in ("versions", "gpus")})
@@ -96,7 +105,16 @@ def markdown(result: Mapping[str, Any], parts: Sequence[Part]) -> str:
     lines += ["", "## Ratios", "", *_table(_RATIO_HEAD, [row for part in parts for row in _ratio_rows(part)])]
     for part in parts:
         if part.what:
-            lines += ["", f"## {part.name.capitalize()}", "", part.what, "", f"Answers first. {part.answers_note}", ""]
+            lines += [
+                "",
+                f"## {part.name.capitalize()}",
+                "",
+                part.what,
+                part.when(),
+                "",
+                f"Answers first. {part.answers_note}",
+                "",
+            ]
             lines += [*_table(("", "answers"), part.answers), ""]
             lines += _table(("", "median (least to most)", ""), part.figures)
     lines += ["", "## Machine and versions", ""]

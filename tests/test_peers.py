@@ -163,3 +163,17 @@ def test_mlserver_is_asked_and_read_in_its_own_form():
     assert tensor["data"] == ["a joy"] and tensor["datatype"] == "BYTES"
     for data in ('{"label": "positive", "score": 0.5}', '[{"label": "positive", "score": 0.5}]'):
         assert serving_systems.mlserver_answer({"outputs": [{"data": [data]}]}) == ("positive", 0.5)
+
+
+def test_what_was_measured_before_stays_on_the_page(monkeypatch, tmp_path):
+    ratio = Ratio("ours", "theirs", "speed", 2.0, 1.5, 2.5, 3)
+    made = {name: (lambda context, name=name: Part(name, f"{name} ran", ratios=[ratio])) for name in "abc"}
+    monkeypatch.setattr(peers, "PARTS", made)
+    context = Context(tmp_path, tmp_path, {}, False)
+    measure(context, ["a"])
+    again = measure(context, ["b"])
+    assert [part.name for part in peers.measured_before(tmp_path, ["b"])] == ["a"]
+    (kept,) = peers.measured_before(tmp_path, ["b"])
+    assert kept.ratios == [ratio] and kept.measured and kept.what == "a ran"
+    text = markdown(result([kept, *again]), [kept, *again])
+    assert f"a ran\nMeasured {kept.measured}" in text.replace("\n\n", "\n") and "## B" in text
