@@ -81,7 +81,8 @@ SCHEDULES: dict[str, Callable[[Optimizer, int, int, float], LambdaLR]] = {
 def _schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int, decay_steps: int) -> LambdaLR:
     if not 0 <= warmup_steps <= total_steps or total_steps < 1:
         raise InputError(
-            f"a warm-up of {warmup_steps} updates does not fit into a training of {total_steps}; shorten the warm-up"
+            f"a warm-up of {warmup_steps} updates does not fit into a training of {total_steps}; set warmup_steps (of "
+            "the second phase, long_warmup_steps) to fewer"
         )
     if warmup_steps + decay_steps > total_steps:
         raise InputError(
