@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import serving
+from benchmarks.finetuning import SIDES, read_results
 from benchmarks.machine import RESULTS, describe_machine
 from benchmarks.peer_environments import NAMES, Environment, install
 from benchmarks.peers_page import Part, Ratio, write
@@ -51,7 +52,8 @@ from export.bench_engine import own_rows, take_turns
 
 ROOT = Path(__file__).parents[1]
 TASK = "sst2"
-SAME = 1e-3  # largest difference of FP32 logits of two conversions of one model
+SAME = 1e-3  # largest difference of FP32 logits of two conversions of one model, by their largest
+APPROXIMATE = 0.02  # the same with optimum's O3, which replaces GELU by an approximation
 AGREE = 0.97  # of the decisions, of a precision below FP32
 QUICK_RUN = ("--set", "min_updates=4", "--set", "epochs=0.02")  # of the model that a quick run serves
 
@@ -109,13 +111,11 @@ def pretraining(context: Context) -> Part:
 def finetuning(context: Context) -> Part:
     """A process a training, the sides in turn, the same examples and warm start (benchmarks/finetuning.py)."""
     python = context.need("transformers")
-    out, seeds = context.home / "finetuning.jsonl", 1 if context.quick else 3
-    out.unlink(missing_ok=True)
-    data = write_official(context.home / "data")
-    command = [python, "-m", "benchmarks.finetuning", data, "--tasks", TASK, "--seeds", seeds, "--out", out]
-    run([*command, *(["--limit", 48] if context.quick else [])])
-    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    sides = {side: [line for line in lines if line["side"] == side] for side in ("ours", "recipe", "best")}
+    out = context.home / "finetuning.jsonl"  # a run that is in it, of the same code, is not made again
+    run([python, "-m", "benchmarks.finetuning", *finetuning_options(context, out)])
+    last = {(line["side"], line["seed"]): line for line in read_results(out) if bool(line["limit"]) is context.quick}
+    lines = list(last.values())
+    sides = {side: [line for line in lines if line["side"] == side] for side in SIDES}
     seconds = {side: [line["seconds"] for line in found] for side, found in sides.items()}
     metric = TASKS[TASK].metrics[0]
     return Part(
@@ -131,6 +131,11 @@ def finetuning(context: Context) -> Part:
         ratios=[ratio_of("ours", side, "speed", seconds[side], seconds["ours"]) for side in ("recipe", "best")],
         raw={"runs": lines},
     )
+
+
+def finetuning_options(context: Context, out: Path) -> list[Any]:
+    data, seeds = write_official(context.home / "data"), "42" if context.quick else "42,43,44"
+    return [data, "--sets", TASK, "--seeds", seeds, "--out", out, *(["--limit", 48] if context.quick else [])]
 
 
 def export(context: Context) -> Part:
@@ -175,7 +180,8 @@ def export(context: Context) -> Part:
         "threads, the same runtime and the same call for every graph. A conversion is timed without imports and "
         "without checks, ours without its gate.",
         answers=answers,
-        answers_note=f"Logits against optimum's FP32 graph: FP32 has to agree to {SAME:g}, our INT8 in {AGREE:.0%}.",
+        answers_note=f"Logits against optimum's FP32 graph: FP32 has to agree to {SAME:g} of their largest (O3, which "
+        f"approximates GELU, to {APPROXIMATE:g}), our INT8 in {AGREE:.0%} of the decisions.",
         figures=[*conversion, *sizes, *figures],
         ratios=[ratio_of("ours", "optimum", "conversion speed", seconds["optimum"], seconds["ours"]), *ratios],
         raw={"seconds": seconds, "facts": facts},
@@ -194,9 +200,10 @@ def compare_graphs(logits: dict[str, np.ndarray]) -> list[tuple[str, str]]:
     for name, found in logits.items():
         difference = float(np.abs(found - reference).max())
         same = float((found.argmax(1) == reference.argmax(1)).mean())
-        if "fp32" in name and not difference <= SAME * max(1.0, float(np.abs(reference).max())):
+        limit = APPROXIMATE if name.endswith("O3") else SAME
+        if "fp32" in name and not difference <= limit * max(1.0, float(np.abs(reference).max())):
             raise CheckFailed(f"{name} departs from optimum's FP32 graph by {difference:.2g}: not the same weights")
-        if not same >= AGREE and name.startswith("ours"):
+        if not same >= AGREE and (name.startswith("ours") or "fp32" in name):
             raise CheckFailed(f"{name} decides as optimum's FP32 graph in {same:.1%} of the texts")
         said.append((name, f"largest difference {difference:.1e}, {same:.1%} of the decisions"))
     return said

@@ -8,9 +8,18 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import peer_environments, peers, peers_page, serving_systems
+from benchmarks import finetuning, peer_environments, peers, peers_page, serving_systems
 from benchmarks.peer_environments import Environment, install
-from benchmarks.peers import Absent, Context, compare_graphs, measure, ratio_of, spread, write_official
+from benchmarks.peers import (
+    Absent,
+    Context,
+    compare_graphs,
+    finetuning_options,
+    measure,
+    ratio_of,
+    spread,
+    write_official,
+)
 from benchmarks.peers_page import Part, Ratio, markdown, page, write
 from bertship.errors import CheckFailed
 from bertship.tasks import TASKS, Example
@@ -112,6 +121,22 @@ def test_graphs_with_other_weights_are_not_compared():
         compare_graphs({**same, "ours int8": np.array([[1.0, 2.0], [1.0, 3.0]])})
     with pytest.raises(CheckFailed, match="departs"):
         compare_graphs({**same, "ours fp32": right * np.nan})
+
+
+def test_an_approximated_graph_of_the_peer_may_depart_further():
+    right = np.array([[1.0, 2.0], [3.0, 1.0]])
+    found = {"ours fp32": right, "optimum fp32": right, "optimum fp32 O3": right + 0.005}
+    assert [name for name, _ in compare_graphs(found)] == list(found)
+    with pytest.raises(CheckFailed, match=r"optimum fp32 O3 departs"):
+        compare_graphs({**found, "optimum fp32 O3": right + 0.5})
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_fine_tuning_benchmark_takes_what_it_is_given(monkeypatch, tmp_path, quick):
+    monkeypatch.setattr(peers, "write_official", lambda home: home)
+    options = finetuning_options(Context(tmp_path, tmp_path, {}, quick), tmp_path / "lines.jsonl")
+    given = finetuning._parser().parse_args([str(option) for option in options])
+    assert (given.sets, bool(given.limit), len(given.seeds.split(","))) == ("sst2", quick, 1 if quick else 3)
 
 
 def test_the_reviews_become_official_files(monkeypatch, tmp_path):
