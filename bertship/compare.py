@@ -7,7 +7,6 @@ A run's kind is what its directory holds: `bench.json`, `engines.json`, or the s
 
 import json
 import math
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from bertship.artifacts import read_manifest
 from bertship.errors import InputError
 from bertship.report import Curve, Report
+from bertship.shell import place
 
 FILES = {"bench.json": "bench", "engines.json": "bench-engine"}  # kinds that are told by a file of their own
 _NOT_SETTINGS = {"model_files", "fingerprint"}  # hashes, which say nothing to people
@@ -124,7 +124,7 @@ def page(runs: Sequence[Run]) -> Report:
         ]
         made.curves(axes[0], drawn, axes[1], axes[2])
     made.table("Settings that are the same", ("", ""), [[name, _shown(v[0])] for name, v in _settings(runs, False)])
-    made.command("Reproduce", f"bertship compare {shlex.join(str(run.directory) for run in runs)}")
+    made.command("Reproduce", f"bertship compare {' '.join(place(run.directory) for run in runs)}")
     return made
 
 

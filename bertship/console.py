@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from bertship.errors import BertshipError, InputError
+from bertship.shell import typed_within
 
 _options: dict[str, bool] = {"json": False}
 
@@ -131,5 +132,5 @@ def _seen(error: Exception, arguments: list[str]) -> str:
 def _fail(message: str, code: int, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    report(f"error: {' '.join(message.split())}")
+    report(f"error: {typed_within(' '.join(message.split()))}")
     sys.exit(code)

@@ -4,13 +4,13 @@ A run says them itself, at the end of its `report.html`, or in `NEXT.md` where i
 """
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import published, write_text
+from bertship.shell import place, typed
 from bertship.tasks import TASKS, Task
 
 RUNS = "runs"  # what commands take where --runs is not given
@@ -21,22 +21,41 @@ _OPTIONS = {"TEXT": "--text", "TEXT_PAIR": "--text-pair", "QUESTION": "--questio
 
 def next_steps(stage: str, directory: Path) -> list[str]:
     """Commands for a shell in the checkout, for a run of `stage`; its directory may still be the staging one."""
-    place = published(directory)
+    there = published(directory)
     here = Path.cwd()
-    return _STAGES[stage](place.relative_to(here) if place.is_relative_to(here) else place, directory)
+    return _STAGES[stage](there.relative_to(here) if there.is_relative_to(here) else there, directory)
 
 
 def write_next(stage: str, directory: Path) -> None:
     """`NEXT.md` in a run's directory, for a run without a report; none where there is nothing to say."""
     lines = next_steps(stage, directory)
     if lines:
-        write_text(directory / NEXT, "\n".join(["# Next", "", "```bash", *lines, "```", ""]))
+        write_text(directory / NEXT, "\n".join(["# Next", "", "```bash", *map(typed, lines), "```", ""]))
 
 
-def task_option(task: Task) -> str:
-    """What `--task` takes for `task`: a built-in task's name, or the file that its description names."""
-    file = re.search(r"\((\S+\.toml)\)$", task.description)
-    return shlex.quote(task.name if task.name in TASKS else file[1] if file else f"{task.name}.toml")
+def task_file(task: Task, source: str = "") -> str:
+    """What `--task` takes for a `task` that has no run yet: a built-in one's name, or the file that it is from."""
+    file = task.source or source
+    return task.name if task.name in TASKS else place(file) if file else f"{task.name}.toml"
+
+
+def of_run(run: Path) -> str:
+    """Options that name a fine-tuning run, whose task is known by name from then on, and the folder of its runs."""
+    run, home = _settled(run), _runs(run, "finetune", 2)
+    return f" --task {run.parent.name}{_name(run)}{_option(home) if home is not None else ''}"
+
+
+def where_to(run: Path) -> str:
+    """Options that put a fine-tuning run where this one lies."""
+    run, home = _settled(run), _runs(run, "finetune", 2)
+    # one that starts from another task's model is set apart by that alone
+    run = run.with_name(run.name.partition("-from-")[0])
+    return f"{_name(run)}{_option(home) if home is not None else ''}"
+
+
+def _settled(run: Path) -> Path:
+    """Where a sweep keeps the run, should it be the best."""
+    return run.with_name(run.name.partition(".candidate-")[0])
 
 
 def question(task: Task, columns: Mapping[str, Any] | None = None) -> str:
@@ -68,12 +87,9 @@ def _pretrain(directory: Path, files: Path) -> list[str]:
 
 
 def _finetune(directory: Path, files: Path) -> list[str]:
-    task = task_option(Task.from_file(files / "task.json"))
-    runs = _runs(directory, "finetune", 2)
-    if runs is None:
-        return [f"bertship export {_quoted(directory)} --task {task}"]
-    named = f" --task {task}{_name(directory)}{_option(runs)}"
-    return [f"bertship evaluate{named}", f"bertship export{named}"]
+    if _runs(directory, "finetune", 2) is None:
+        return [f"bertship export {_quoted(directory)} --task {Task.from_file(files / 'task.json').name}"]
+    return [f"bertship evaluate{of_run(directory)}", f"bertship export{of_run(directory)}"]
 
 
 def _export(directory: Path, files: Path) -> list[str]:
@@ -84,7 +100,7 @@ def _export(directory: Path, files: Path) -> list[str]:
     lines = [f"bertship parity {place} --full{given}", f"bertship bench-engine {place}{given}"]
     if runs is None:
         return lines
-    named = f" --task {task_option(task)}"
+    named = f" --task {task.name}"
     asked = question(task, _sample(files))
     return [
         f"bertship predict{named}{_option(runs)} {asked}",
@@ -96,7 +112,7 @@ def _export(directory: Path, files: Path) -> list[str]:
 
 
 def _bench(directory: Path, files: Path) -> list[str]:
-    task = _measured(directory, files / "bench.json")
+    task = _read(files / "bench.json")["task"]
     runs = _runs(directory, "bench", 1)
     if runs is None:
         return []
@@ -132,13 +148,6 @@ def _kept(directory: Path, again: str) -> list[str]:
     ]
 
 
-def _measured(directory: Path, file: Path) -> str:
-    """What `--task` takes for the task that was measured: its export, beside, knows its file."""
-    name = str(_read(file)["task"])
-    export = directory.parent.parent / "export" / name / "task.json"
-    return task_option(Task.from_file(export)) if export.is_file() else name
-
-
 def _sample(export: Path) -> Mapping[str, Any] | None:
     """A short one of the export's own texts."""
     path = export / "samples.jsonl"
@@ -169,4 +178,4 @@ def _name(directory: Path) -> str:
 
 
 def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
+    return place(path)

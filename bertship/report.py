@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import write_text
+from bertship.shell import typed
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1e; --paper: #ffffff; --line: #d5d5da; --dim: #65656b; }
@@ -100,9 +101,9 @@ class Report:
         return self
 
     def command(self, heading: str, *lines: str) -> "Report":
-        """A heading and lines for a shell; nothing where there is none."""
+        """A heading and lines for a shell, as `bertship.shell.typed` has them; nothing where there is none."""
         if lines:
-            self._parts.append(f"{_heading(heading)}<pre>{html.escape(chr(10).join(lines))}</pre>")
+            self._parts.append(f"{_heading(heading)}<pre>{html.escape(chr(10).join(map(typed, lines)))}</pre>")
         return self
 
     def html(self) -> str:

@@ -1,13 +1,13 @@
 """What `bertship bench-engine` found, as lines of text, a CSV file, a picture and a page."""
 
 import csv
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bertship.next_steps import next_steps
 from bertship.report import Curve, Report
+from bertship.shell import place
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
@@ -137,7 +137,7 @@ def write_page(result: Mapping[str, Any], directory: Path) -> None:
         f"--{option} {','.join(map(str, dict.fromkeys(row[option] for row in result['rows'])))}"
         for option in ("batch", "length")
     ]
-    export, seconds = shlex.quote(result["export"]["path"]), f"--seconds {settings['seconds']:g}"
+    export, seconds = place(result["export"]["path"]), f"--seconds {settings['seconds']:g}"
     threads = f"--threads {machine['threads']}"
     page.command("Reproduce", " ".join(["bertship bench-engine", export, *shapes, seconds, threads]))
     page.command("Next", *next_steps("bench-engine", directory))

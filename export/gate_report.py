@@ -4,15 +4,15 @@ Of the manifest alone, so it is made anywhere, NVIDIA's container included. No p
 """
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import read_manifest
 from bertship.console import difference
-from bertship.next_steps import next_steps, task_option
+from bertship.next_steps import next_steps
 from bertship.report import Report
+from bertship.shell import place, shown, shown_places
 from bertship.tasks import Task
 
 REPORT = "report.html"
@@ -25,10 +25,11 @@ def write_export_report(export: Path) -> None:
     manifest = read_manifest(export, "export")
     task = Task.from_file(export / "task.json")
     inputs = manifest["inputs"]
+    told = shown_places({name: value for name, value in inputs.items() if not isinstance(value, Mapping)})
     page = Report(
         f"{task.name}: an export behind the gate",
-        f"{inputs['model']} as {', '.join(manifest['graphs'])}, compared with PyTorch FP32 on "
-        f"{inputs['parity_examples']:,} texts of {inputs.get('data') or 'the default data'}.",
+        f"{told['model']} as {', '.join(manifest['graphs'])}, compared with PyTorch FP32 on "
+        f"{inputs['parity_examples']:,} texts of {told.get('data') or 'the default data'}.",
     )
     results = [*manifest["metrics"]["parity"], *manifest.get("plan_parity", [])]
     best = manifest["best"]
@@ -45,11 +46,11 @@ def write_export_report(export: Path) -> None:
         page.facts("How INT8 was made", {name: _shown(recipe) for name, recipe in manifest["recipes"].items()})
     if manifest.get("plans"):
         page.facts("Plans", {name: _shown(facts) for name, facts in manifest["plans"].items()})
-    page.facts("Inputs", {name: value for name, value in inputs.items() if not isinstance(value, Mapping)})
+    page.facts("Inputs", told)
     page.facts("Versions", manifest["versions"])
     asked = f" --precision {','.join(manifest['config']['precisions'])}"
-    data = f" --data {shlex.quote(inputs['data'])}" if inputs.get("data") else ""
-    page.command("Reproduce", f"bertship export {shlex.quote(inputs['run'])} --task {task_option(task)}{asked}{data}")
+    data = f" --data {place(inputs['data'])}" if inputs.get("data") else ""
+    page.command("Reproduce", f"bertship export {place(inputs['run'])} --task {task.name}{asked}{data}")
     page.command("Next", *next_steps("export", export))
     page.write(export / REPORT)
 
@@ -59,16 +60,15 @@ def parity_page(export: Path, judged: Mapping[str, Any], command: str) -> Report
     results = judged["metrics"]["parity"]
     page = Report(
         f"{judged['task']}: the gate once more",
-        f"Every artifact of {export} compared with PyTorch FP32 on {results[0]['examples']:,} texts.",
+        f"Every artifact of {shown(export)} compared with PyTorch FP32 on {results[0]['examples']:,} texts.",
     )
     verdict = [] if judged["passed"] else [f"The gate refuses this export: {judged['reasons']}."]
     page.text("Conclusions", *verdict, *conclusions(results))
     add_comparisons(page, results)
     page.facts("Of the export", {"made": judged["created"], "versions": judged["versions"]})
     page.command("Reproduce", command)
-    task = task_option(Task.from_file(export / "task.json"))
-    again = f"bertship export {shlex.quote(judged['inputs']['run'])} --task {task}"
-    page.command("Next", f"bertship bench-engine {shlex.quote(str(export))}" if judged["passed"] else again)
+    again = f"bertship export {place(judged['inputs']['run'])} --task {judged['task']}"
+    page.command("Next", f"bertship bench-engine {place(export)}" if judged["passed"] else again)
     return page
 
 

@@ -1,7 +1,6 @@
 """The export stage as commands use it: skip what is up to date, make what is not, and judge again what was made."""
 
 import contextlib
-import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from bertship.artifacts import MANIFEST, check_files, is_current, publish, read_manifest, write_manifest
 from bertship.errors import CheckFailed, InputError
 from bertship.onnx_gpu import PROVIDERS, OnnxGpuRunner
+from bertship.shell import place
 from bertship.tasks import Example, Task
 from bertship.tensorrt_runner import TensorRTRunner
 from bertship.tokenization import Tokenizer
@@ -177,11 +177,13 @@ def make_parity(
 ) -> tuple[dict[str, Any], Path]:
     """`check_parity`, kept: the task's folder in `out` gets the comparisons and a page. Returns both."""
     judged = check_parity(export, data, report, full, engine, model_dir)
-    options = {"--engine": engine, "--data": data, "--model": model_dir}
-    given = [f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value]
-    command = " ".join([f"bertship parity {shlex.quote(str(export))}", *(["--full"] if full else []), *given])
-    place = out / judged["task"]
-    with publish(place) as staging:
+    places = {"--data": data, "--model": model_dir}
+    given = [f"{name} {place(value)}" for name, value in places.items() if value]
+    command = " ".join(
+        [f"bertship parity {place(export)}", *(["--full"] if full else []), f"--engine {engine}", *given]
+    )
+    kept = out / judged["task"]
+    with publish(kept) as staging:
         parity_page(export, judged, command).write(staging / REPORT)
         write_manifest(
             staging,
@@ -193,7 +195,7 @@ def make_parity(
             graphs=judged["graphs"],
             passed=judged["passed"],
         )
-    return judged, place
+    return judged, kept
 
 
 def _engines(export: Path, manifest: dict[str, Any], task: Task, engine: str) -> dict[str, Callable[[], Engine] | None]:

@@ -8,8 +8,10 @@ import pytest
 import typer
 
 from bertship import artifacts, cli
-from bertship.next_steps import NEXT, next_steps, question, task_option, write_next
-from bertship.tasks import TASKS, get_task
+from bertship.errors import InputError
+from bertship.next_steps import NEXT, next_steps, of_run, question, task_file, where_to, write_next
+from bertship.shell import typed
+from bertship.tasks import TASKS, find_task, get_task
 from bertship.tasks.base import Task
 
 OWN = """
@@ -84,22 +86,56 @@ def test_texts_arrive_as_they_are(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
 def test_every_task_can_be_asked(task):
-    given = parsed(f"bertship predict --task {task_option(task)} {question(task)}")
+    given = parsed(f"bertship predict --task {task_file(task)} {question(task)}")
     assert given["task"] == task.name and any(given[name] for name in ("text", "question", "choice"))
 
 
-def test_an_own_task_is_named_by_its_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_own_task_is_named_by_its_file_until_it_has_a_run(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     (tmp_path / "my tickets.toml").write_text(OWN, encoding="utf-8")
-    (tmp_path / "tickets.toml").write_text(OWN, encoding="utf-8")
-    task = get_task("tickets.toml")
-    assert task_option(task) == "tickets.toml"
-    lines = next_steps("finetune", run(Path("runs/finetune/tickets/default"), "finetune", task))
-    assert [parsed(line)["task"] for line in lines] == ["tickets.toml"] * 2
-    lines = next_steps("export", run(Path("runs/export/tickets"), "export", task))
-    assert parsed(lines[-1])["task"] == "tickets", "the server knows the name"
-    lines = next_steps("bench", run(Path("runs/bench/tickets"), "bench", task))
-    assert parsed(lines[1])["task"] == "tickets.toml", "by the export's own task"
+    task = get_task("../my tickets.toml")
+    assert task_file(task) == "'../my tickets.toml'", "as given, for the shell"
+    kept = get_task_of(run(Path("runs/finetune/tickets/default"), "finetune", task))
+    assert task_file(kept, str(tmp_path / "my tickets.toml")) == "'../my tickets.toml'", "the run knows where it was"
+    for stage, place in (
+        ("finetune", "finetune/tickets/default"),
+        ("export", "export/tickets"),
+        ("bench", "bench/tickets"),
+    ):
+        place = Path("runs", place)
+        lines = next_steps(stage, place if place.exists() else run(place, stage, task))
+        named = [parsed(line) for line in lines if line.startswith("bertship")]
+        assert [given["task"] for given in named if "task" in given] == ["tickets"] * sum("task" in n for n in named)
+        assert find_task("tickets", Path("runs")).labels == task.labels
+
+
+def get_task_of(directory: Path) -> Task:
+    return Task.from_file(directory / "task.json")
+
+
+def test_a_name_is_found_where_the_task_was_kept(tmp_path):
+    own = Task(name="tickets", kind="sentence", labels=("a", "b"))
+    runs, repository = tmp_path / "runs", tmp_path / "models"
+    with pytest.raises(InputError, match=r"unknown task 'tickets'; tasks are sst2, .*, or give a \.toml file"):
+        find_task("tickets", runs, repository)
+    run(repository / "tickets_decode" / "1", "x", own)
+    assert find_task("tickets", runs, repository).labels == ("a", "b")
+    with pytest.raises(InputError, match="unknown task 'tickets'"):
+        find_task("tickets", runs)
+    run(runs / "export" / "tickets", "x", own.with_labels(("a", "c")))
+    assert find_task("tickets", runs).labels == ("a", "c")
+    run(runs / "finetune" / "sst2" / "n", "x", own)
+    assert find_task("sst2", runs) is TASKS["sst2"], "a built-in task's name is its own"
+    with pytest.raises(InputError, match=r"wnli, ax, in \S+runs tickets, or give"):
+        find_task("ticket", runs)
+
+
+def test_a_run_is_named_where_it_will_lie(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert of_run(Path("runs/finetune/tickets/default.candidate-0123456789ab")) == " --task tickets"
+    assert of_run(Path("runs/finetune/rte/seed1-from-mnli")) == " --task rte --name seed1-from-mnli"
+    assert where_to(Path("home/finetune/rte/seed1-from-mnli")) == " --name seed1 --runs home", "what makes it again"
 
 
 def test_a_run_elsewhere_is_named_by_its_path(tmp_path, monkeypatch):
@@ -119,6 +155,6 @@ def test_a_corpus_says_it_in_a_file_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_next("corpus", run(Path("runs/corpus/n"), "corpus"))
     text = Path("runs/corpus/n", NEXT).read_text(encoding="utf-8")
-    assert "```bash\nbertship pretrain --preset tiny --corpus n\n```\n" in text
+    assert f"```bash\n{typed('bertship pretrain')} --preset tiny --corpus n\n```\n" in text
     write_next("corpus", run(Path("home"), "corpus"))
     assert not Path("home", NEXT).exists(), "no empty file"

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import publish, read_manifest, versions, write_manifest
+from bertship.next_steps import of_run
 from bertship.report import Report as Page
+from bertship.shell import place, shown, shown_places
 from bertship.tasks import Example, Task
 from bertship.tasks.base import Answers
 from train.data import has_split
@@ -23,9 +25,16 @@ def dev_splits(task: Task, data: str | None) -> list[str]:
 
 
 def evaluate_splits(
-    run: Path, examples: Mapping[str, Sequence[Example]], report: Report, out: Path | None = None
+    run: Path,
+    examples: Mapping[str, Sequence[Example]],
+    report: Report,
+    out: Path | None = None,
+    data: str | None = None,
 ) -> dict[str, float]:
-    """Metrics on each split, those but of `dev` under the split's name; see `train.stages.make_evaluation`."""
+    """Metrics on each split, those but of `dev` under the split's name; see `train.stages.make_evaluation`.
+
+    `data` is where the examples are from, where that is not what the run was trained on.
+    """
     task, tokenizer, model = load_finetuned(run)
     runner = TorchRunner(model, tokenizer.pad_id)
     metrics: dict[str, float] = {}
@@ -35,7 +44,7 @@ def evaluate_splits(
         prefix = "" if split == "dev" else f"{split.removeprefix('dev_')}_"
         metrics |= {f"{prefix}{name}": value for name, value in found.items()}
     if out is not None:
-        _publish(task, run, examples, answered, metrics, out)
+        _publish(task, run, examples, answered, metrics, out, data)
     return metrics
 
 
@@ -46,6 +55,7 @@ def _publish(
     answered: Mapping[str, Answers],
     metrics: dict[str, Any],
     out: Path,
+    data: str | None,
 ) -> None:
     with publish(out) as staging:
         for split, answers in answered.items():
@@ -53,14 +63,14 @@ def _publish(
             folder.mkdir(exist_ok=True)
             for name, text in task.behaviour.official(task, examples[split], answers).items():
                 (folder / name).write_text(text, encoding="utf-8")
-        page = Page(
-            f"{task.name}: an evaluation", f"{run} on {', '.join(f'{len(e):,} {s}' for s, e in examples.items())}."
-        )
+        counts = ", ".join(f"{len(e):,} {s} {'example' if len(e) == 1 else 'examples'}" for s, e in examples.items())
+        page = Page(f"{task.name}: an evaluation", f"{shown(run)} on {counts}.")
         page.text("Conclusion", f"{task.metrics[0]} {metrics[task.metrics[0]]:.4f} on the dev split.")
         page.facts("Metrics", metrics)
         add_errors(page, task, examples["dev"], answered["dev"])
-        page.facts("Run", read_manifest(run, "finetune")["inputs"])
+        page.facts("Run", shown_places(read_manifest(run, "finetune")["inputs"]))
         page.facts("Versions", versions())
-        page.command("Reproduce", f"bertship evaluate --task {task.name} --name {run.name}")
+        given = f" --data {place(data)}" if data else ""
+        page.command("Reproduce", f"bertship evaluate{of_run(run)}{given}")
         page.write(staging / "report.html")
         write_manifest(staging, "evaluate", inputs={"run": str(run)}, metrics=metrics, task=task.name)

@@ -6,6 +6,7 @@ signal or the power, the same command goes on from the last snapshot. `NAME` app
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def finetune(
         "init": init_name or str(init),
         "init_task": init_task,
         "data": _place(data),
+        "task_file": _place(task.source or None),
         "train_examples": len(train),
         "dev_examples": len(dev),
     }
@@ -159,4 +161,4 @@ def _publish(training: Training, out: Path, best: Best, metrics: Mapping[str, fl
 
 def _place(data: str | None) -> str | None:
     """The data's folder from anywhere; a name on the hub stays one."""
-    return str(Path(data).absolute()) if data and Path(data).exists() else data
+    return os.path.normpath(Path(data).absolute()) if data and Path(data).exists() else data

@@ -1,17 +1,19 @@
 """The page about a fine-tuned model: curves, where it errs, how sure it is, and how to do it again."""
 
 import itertools
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bertship.artifacts import versions
+from bertship.artifacts import published, versions
 from bertship.config import FinetuneConfig
 from bertship.metrics import calibration_error
-from bertship.next_steps import next_steps, task_option
+from bertship.next_steps import next_steps, task_file, where_to
 from bertship.report import Curve, Report
+from bertship.shell import place, shown, shown_places
 from bertship.tasks import Example, Task
 from bertship.tasks.base import Answers, nested
 
@@ -35,8 +37,8 @@ def write_report(
     """Write `path`; `history` holds the training's lines, `answers` those to `examples`, with the kind's details."""
     page = Report(
         f"{task.name}: a fine-tuned model",
-        f"{task.description or task.name}; {inputs['train_examples']:,} training and {inputs['dev_examples']:,} dev "
-        f"examples, started from {inputs['init']}.",
+        f"{f'{task.description}; ' if task.description else ''}{inputs['train_examples']:,} training and "
+        f"{inputs['dev_examples']:,} dev examples, started from {shown(inputs['init'])}.",
     )
     page.text("Conclusion", *_conclusion(task, metrics, measured, inputs, degenerate))
     page.facts("Metrics on the dev split", metrics)
@@ -52,18 +54,23 @@ def write_report(
         page.curves("Dev split while training", curves, "update", "metric")
     add_errors(page, task, examples, answers)
     page.facts("Settings", config.model_dump())
-    page.facts("Data", inputs)
+    page.facts("Data", shown_places(inputs))
     page.facts("Measured", {name: value for name, value in measured.items() if name not in metrics})
     page.facts("Versions", versions())
-    settings = FinetuneConfig().model_dump()
-    changed = [f"--set {name}={value}" for name, value in config.model_dump().items() if value != settings[name]]
-    data = [f"--data {inputs['data']}"] if inputs["data"] else []
-    page.command(
-        "Reproduce",
-        " ".join(["bertship finetune", f"--task {task_option(task)}", f"--init {inputs['init']}", *data, *changed]),
-    )
+    page.command("Reproduce", training_command(task, config, inputs, published(path.parent)))
     page.command("Next", *next_steps("finetune", path.parent))
     page.write(path)
+
+
+def training_command(task: Task, config: FinetuneConfig, inputs: Mapping[str, Any], run: Path) -> str:
+    """What makes the run `run` again; `inputs` are those of its manifest."""
+    usual = FinetuneConfig.model_validate(dict(task.training)).model_dump()
+    changed = [
+        f"--set {shlex.quote(f'{name}={value}')}" for name, value in config.model_dump().items() if value != usual[name]
+    ]
+    data = [f"--data {place(inputs['data'])}"] if inputs["data"] else []
+    started = f"--task {task_file(task, inputs['task_file'] or '')}{where_to(run)} --init {place(inputs['init'])}"
+    return " ".join(["bertship finetune", started, *data, *changed])
 
 
 def add_errors(page: Report, task: Task, examples: Sequence[Example], answers: Answers) -> None:

@@ -113,7 +113,7 @@ def _init_directory(init: str, runs: Path, preset: str, report: Report) -> tuple
         if own:
             report(f"starting from the pre-training run {own}")
             return own / "model", str(own)
-        report(f"starting from {WARM_START}, the packaged warm start: there is no pre-training run of {preset}")
+        report(f"starting from {WARM_START}, the packaged warm start (INIT=, --init, names another)")
         init = WARM_START
     if init == WARM_START:
         return fetch(WARM_START, report), WARM_START
@@ -165,10 +165,10 @@ def make_evaluation(
 
     With `out`, what others' scripts read and a page about the mistakes are published there.
     """
-    data = data or read_manifest(run, "finetune")["inputs"].get("data")
+    place = data or read_manifest(run, "finetune")["inputs"].get("data")
     trained = task_of_run(task, run)
-    examples = {split: load_examples(trained, data, split, report) for split in dev_splits(trained, data)}
-    return evaluate_splits(run, examples, report, out)
+    examples = {split: load_examples(trained, place, split, report) for split in dev_splits(trained, place)}
+    return evaluate_splits(run, examples, report, out, data)
 
 
 def _reused(out: Path, report: Report) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from bertship.artifacts import publish, read_manifest, versions, write_manifest,
 from bertship.report import Report as Page
 from bertship.tasks import Task
 from train.distributed import Processes, alone
+from train.finetune_report import training_command
 from train.training_data import Report, TrainingData, init_task_of, read_training_data
 
 GRID: dict[str, Sequence[Any]] = {
@@ -90,7 +91,8 @@ def make_sweep(
     summary = summarise(task, results)
     summary |= {"best": best, "init": init[1], "init_task": init_task_of(init[0])}
     if processes.main:
-        _publish(task, out, found, init[1], summary, results)
+        options = [*(["--sweep"] if grid else []), *([f"--seeds {seeds}"] if seeds > 1 else [])]
+        _publish(task, out, found, init[1], summary, results, options)
         journal.unlink()
         _remove_candidates(out)  # what other settings began and never ended
     processes.wait()
@@ -104,10 +106,13 @@ def _publish(
     init: str,
     summary: Mapping[str, Any],
     results: Sequence[Mapping[str, Any]],
+    options: Sequence[str],
 ) -> None:
     with publish(out.with_name(f"{out.name}.sweep")) as staging:
         (staging / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in results), encoding="utf-8")
-        _page(task, found, summary, results).write(staging / "report.html")
+        inputs = {"init": init, "data": found.data, "task_file": task.source}
+        again = " ".join([training_command(task, found.config, inputs, out), *options])
+        _page(task, found, summary, results, again).write(staging / "report.html")
         write_manifest(
             staging,
             "sweep",
@@ -213,7 +218,13 @@ def _read(journal: Path) -> dict[str, dict[str, Any]]:
     return {result["fingerprint"]: result for result in found}
 
 
-def _page(task: Task, found: TrainingData, summary: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> Page:
+def _page(
+    task: Task,
+    found: TrainingData,
+    summary: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
+    again: str,
+) -> Page:
     metric = task.metrics[0]
     values = summary[metric]
     page = Page(
@@ -246,5 +257,5 @@ def _page(task: Task, found: TrainingData, summary: Mapping[str, Any], results: 
     )
     page.facts("Settings of all", found.config.model_dump())
     page.facts("Versions", versions())
-    page.command("Reproduce", f"bertship finetune --task {task.name} --init {summary['init']} --sweep --seeds N")
+    page.command("Reproduce", again)
     return page

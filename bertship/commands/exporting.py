@@ -19,7 +19,7 @@ from bertship.commands.options import (
     RunsOption,
     TaskOption,
     TextOption,
-    get_task,
+    find_task,
     need,
     parse_columns,
     parse_numbers,
@@ -55,7 +55,9 @@ def export(
     else:
         if not model_dir.is_dir():
             raise InputError(f"no model directory at {model_dir}")
-        definition = get_task(task)
+        kept = model_dir / "task.json"
+        own = load("bertship.tasks:Task").from_file(kept) if kept.is_file() else None
+        definition = own if own and own.name == task else find_task(task, runs)
         out = runs / "export" / definition.name
         precisions = None if precision == "auto" else parse_precisions(precision)
         make = load("export.stages:make_model_export")
@@ -119,7 +121,7 @@ def predict(
 
     With the exported graph, and the code that the server runs.
     """
-    export = runs / "export" / get_task(task).name
+    export = runs / "export" / find_task(task, runs).name
     need(export, f"bertship export --task {task}")
     pipeline = load("bertship.pipeline:from_export")(export, None if precision == "auto" else precision)
     columns = parse_columns(text, text_pair, question, context, choice)
@@ -175,7 +177,7 @@ def run_export(
     bring: bool,
 ) -> tuple[Path, dict[str, Any]]:
     precisions = None if precision == "auto" else parse_precisions(precision)
-    definition = get_task(task)
+    definition = find_task(task, runs)
     run = runs / "finetune" / definition.name / name
     if bring and not run.is_dir():
         run_finetuning(task, init, preset, data, runs, name, {}, False)

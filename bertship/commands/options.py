@@ -1,5 +1,6 @@
 """Options that several commands share, and how their values are read."""
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +34,12 @@ def _presets(incomplete: str) -> list[str]:
 
 TaskOption = Annotated[
     str,
-    typer.Option("--task", "-t", help="A built-in task's name, or a .toml file with yours.", autocompletion=_tasks),
+    typer.Option(
+        "--task",
+        "-t",
+        help="A built-in task's name, a .toml file with yours, or the name of one that has been trained.",
+        autocompletion=_tasks,
+    ),
 ]
 RunsOption = Annotated[Path, typer.Option("--runs", help="The folder that holds the runs.")]
 NameOption = Annotated[
@@ -71,6 +77,26 @@ def get_task(name: str) -> Any:
         return load("bertship.tasks:get_task")(name)
     except InputError as error:
         raise InputError(_with_line(str(error), name)) from None
+
+
+def find_task(name: str, runs: Path, repository: Path | None = None) -> Any:
+    """As `get_task`; also by the name alone what has been trained, exported or put into a repository."""
+    if name.endswith(".toml"):
+        return get_task(name)
+    return load("bertship.tasks:find_task")(name, runs, repository)
+
+
+def task_to_train(name: str, runs: Path) -> Any:
+    """As `get_task`; of a task that has been trained before, its file is named where its name alone is given."""
+    try:
+        return get_task(name)
+    except InputError:
+        made = sorted((runs / "finetune" / name).glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)
+        known = [json.loads(path.read_text(encoding="utf-8"))["inputs"].get("task_file") for path in made[-1:]]
+        if not known or not known[0]:
+            raise
+        file = load("bertship.shell:place")(known[0])
+        raise InputError(f"{name} is trained by what its file says: --task {file} (TASK={file})") from None
 
 
 def _with_line(message: str, file: str) -> str:

@@ -27,6 +27,7 @@ from bertship.commands.options import (
     TaskOption,
     TextOption,
     UrlOption,
+    find_task,
     get_task,
     need,
     parse_columns,
@@ -53,12 +54,13 @@ def repository(
 
     --precision auto serves what is fastest on this machine.
     """
-    out = runs / "export" / get_task(task).name
+    definition = find_task(task, runs)
+    out = runs / "export" / definition.name
     if bring and not out.is_dir():
         run_export(task, "auto", init, preset, data, runs, name, False, True)
     need(out, f"bertship export --task {task}")
     folders = load("serving.repository:render")(out, target, None if precision == "auto" else precision)
-    report(load("serving.repository_lint:describe")(get_task(task).name))
+    report(load("serving.repository_lint:describe")(definition.name))
     show({"models": [str(folder) for folder in folders]}, [str(folder) for folder in folders])
 
 
@@ -223,7 +225,7 @@ def bench(
     batch sizes, padding, memory; JSON, CSV and a plot in runs/bench/TASK. Starts a server for the time of the
     measurement where `serve --detach` runs none.
     """
-    definition = get_task(task)
+    definition = find_task(task, runs, target)
     export = runs / "export" / definition.name
     if bring and not any(target.glob(f"{definition.name}_encode/[0-9]*/model.onnx")):
         repository(task, "auto", "", "tiny", None, runs, "default", target, True)

