@@ -42,6 +42,8 @@ quoted = '$(subst ','\'',$(1))'
 option = $(if $($(1)),--$(2) $(call quoted,$($(1))))
 SEEDED := $(if $(SEED),--set seed=$(SEED))
 HEADED := $(if $(LAYERS),--set layers=$(LAYERS)) $(if $(HEAD),--set head=$(HEAD))
+# of a server on another port: it is found where it is one of ours
+ASKED_URL := $(if $(filter file,$(origin HTTP_PORT)),,--url http://127.0.0.1:$(HTTP_PORT))
 PORTS := --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 # taken as typed: no character of a text means anything to Make or to the shell
 unexport TEXT TEXT_PAIR QUESTION CONTEXT
@@ -57,6 +59,7 @@ help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14 | sed 's/^/  make /'
 	@echo; echo "  variables: TASK=$(TASK) PRESET=$(PRESET) PRECISION=$(PRECISION) INIT= DATA= SEED= SEEDS= LAYERS= HEAD= NAME=$(NAME) GPUS=$(GPUS) REPOSITORY=$(REPOSITORY)"
+	@echo "  for serve: HTTP_PORT=$(HTTP_PORT) GRPC_PORT=$(GRPC_PORT) METRICS_PORT=$(METRICS_PORT)      for playground: PLAYGROUND_PORT=$(PLAYGROUND_PORT)"
 	@echo "  for ask: TEXT= TEXT_PAIR= QUESTION= CONTEXT=      for set-up: PYTHON= TRITON_PYTHON= TORCH_INDEX_URL="
 
 # a stamp, as a venv that was interrupted half-way has its interpreter already
@@ -126,7 +129,7 @@ stop: $(RUN_STAMP) ## Stop it
 	@$(BERTSHIP) stop
 
 ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
-	@$(BERTSHIP) ask --task $(call quoted,$(TASK)) --url http://127.0.0.1:$(HTTP_PORT) $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
+	@$(BERTSHIP) ask --task $(call quoted,$(TASK)) $(ASKED_URL) $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
 
 bench: setup ## Load TASK with perf_analyzer on real texts
 	@$(BERTSHIP) bench --task $(call quoted,$(TASK)) --repository $(call quoted,$(REPOSITORY)) --bring

@@ -16,6 +16,7 @@ from bertship.errors import BertshipError, InputError
 from bertship.shell import typed_within
 
 _options: dict[str, bool] = {"json": False}
+_COARSE = ("epochs", "perplexity", "tokens_per_s", "train_seconds")  # of which ten thousandths say nothing
 
 
 def load(where: str) -> Any:
@@ -55,9 +56,8 @@ def metric_lines(metrics: dict[str, Any], indent: str = "  ") -> list[str]:
         if isinstance(value, dict):
             lines += [f"{indent}{name}", *metric_lines(value, indent + "  ")]
         else:
-            lines.append(
-                f"{indent}{name:<20} {value:.4f}" if isinstance(value, float) else f"{indent}{name:<20} {value}"
-            )
+            shown = format(value, ".1f" if name in _COARSE else ".4f") if isinstance(value, float) else value
+            lines.append(f"{indent}{name:<20} {shown}")
     return lines
 
 
@@ -85,6 +85,7 @@ def parity_lines(manifest: dict[str, Any]) -> list[str]:
             f"{mean:>8} {result['agreement']:>8.2%}  {metric}"
             f"{'' if result['passed'] else '  FAILED'}"
         )
+    lines.append("  largest, mean: differences from PyTorch's logits, by the largest of them; same: equal decisions")
     return lines
 
 

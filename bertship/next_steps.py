@@ -107,7 +107,7 @@ def _export(directory: Path, files: Path) -> list[str]:
         *lines,
         f"bertship repository{named}{_option(runs)}",
         f"bertship serve --detach{_option(runs)}",
-        f"bertship ask --task {task.name} {asked}",
+        f"bertship ask{named}{_option(runs)} {asked}",
     ]
 
 

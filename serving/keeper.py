@@ -45,7 +45,10 @@ def keep(
     """
     state_dir = Path(state_dir)
     if known := running(state_dir):
-        raise InputError(f"a server of {state_dir} already runs on {known['http_url']}: `make stop` ends it")
+        raise InputError(
+            f"a server of {state_dir} already runs on {known['http_url']}: `make stop` ends it, "
+            "`bertship deploy runs/export/TASK` puts a new version into it while it answers"
+        )
     log = EventLog(state_dir / events.LOG, say)
     options = {"log_path": state_dir / "triton.log"} | options
     with TritonServer(triton) as server:

@@ -131,6 +131,8 @@ def _publish(training: Training, out: Path, best: Best, metrics: Mapping[str, fl
     measured = {
         **metrics,
         "best_step": best.step,
+        "updates": training.learner.steps,
+        "epochs": round(training.learner.epochs, 2),
         "train_seconds": round(done.seconds, 1),
         "tokens_per_second": round(done.tokens / done.seconds) if done.seconds else 0,
         "padding_share": round(1 - done.tokens / max(done.computed, 1), 4),

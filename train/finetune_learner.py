@@ -56,7 +56,10 @@ class FinetuneLearner:
     ) -> None:
         self.model, self.units, self.config, self.processes = model, units, config, processes
         self.loss, self.pad_id, self.cache = task.behaviour.loss, pad_id, cache
-        self.steps = max(config.min_updates, round(len(units.units) * config.epochs / config.batch_size))
+        asked = round(len(units.units) * config.epochs / config.batch_size)
+        self.steps = max(config.min_updates, asked)
+        self.epochs = self.steps * config.batch_size / max(len(units.units), 1)
+        self.prolonged = self.steps > asked  # by min_updates
         self.precision = pick_precision(config.precision, processes.device)
         self.pieces = UsedPieces(model.encoder, units.rows, pad_id) if cache is None else None
         self.training()

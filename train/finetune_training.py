@@ -129,9 +129,13 @@ class Training:
         self.guard = UpdateGuard(skipped=self.done.skipped, in_a_row=self.done.in_a_row)
         self.saved, self.cost_s = time.monotonic(), 0.0
         precision = str(self.learner.precision or torch.float32).removeprefix("torch.").replace("float32", "fp32")
+        passes = f"{self.learner.epochs:.1f} epochs"
+        if self.learner.prolonged:
+            passes += f" instead of {config.epochs:g}, as min_updates is {config.min_updates:,}"
         self.report(
             f"{len(train):,} examples, {len(units.rows):,} rows, {self.learner.steps:,} updates of {config.batch_size} "
-            f"in {precision} on {f'{processes.count} x ' if processes.count > 1 else ''}{processes.device.type}"
+            f"({passes}) in {precision} on "
+            f"{f'{processes.count} x ' if processes.count > 1 else ''}{processes.device.type}"
         )
 
     def _newest(self) -> Snapshot | None:

@@ -9,6 +9,8 @@ import typer
 from bertship.commands.options import (
     RUNS,
     BringOption,
+    ChoiceOption,
+    ContextOption,
     DataOption,
     ForceOption,
     InitOption,
@@ -16,9 +18,11 @@ from bertship.commands.options import (
     ParameterOption,
     PrecisionOption,
     PresetOption,
+    QuestionOption,
     RunsOption,
     TaskOption,
     TextOption,
+    TextPairOption,
     find_task,
     need,
     parse_columns,
@@ -64,7 +68,10 @@ def export(
         manifest = make(definition, model_dir, out, precisions, data, report, force)
     best = manifest["best"]
     chosen = f"  best here: {best['precision']} on {best['engine']}, as {best['why']}"
-    show(manifest, [str(out), *parity_lines(manifest), chosen])
+    said = [str(out), *parity_lines(manifest), chosen, "", f"report: {out / 'report.html'}"]
+    onwards = load("bertship.next_steps:next_steps")("export", out)
+    repository = [step for step in onwards if step.startswith("bertship repository")]
+    show(manifest, [*said, *(f"next:   {load('bertship.shell:typed')(step)}" for step in repository)])
 
 
 def parity(
@@ -109,11 +116,11 @@ def plan(
 def predict(
     task: TaskOption = "sst2",
     text: TextOption = None,
-    text_pair: TextOption = None,
-    question: TextOption = None,
-    context: TextOption = None,
+    text_pair: TextPairOption = None,
+    question: QuestionOption = None,
+    context: ContextOption = None,
     parameter: ParameterOption = None,
-    choice: TextOption = None,
+    choice: ChoiceOption = None,
     precision: PrecisionOption = "auto",
     runs: RunsOption = RUNS,
 ) -> None:

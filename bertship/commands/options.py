@@ -62,13 +62,21 @@ PresetOption = Annotated[
     str, typer.Option("--preset", help="A size (tiny, mini, ..., large), or a .toml file.", autocompletion=_presets)
 ]
 RepositoryOption = Annotated[Path, typer.Option("--repository", help="The Triton model repository.")]
-UrlOption = Annotated[str, typer.Option("--url", help="http://HOST:PORT or grpc://HOST:PORT.")]
+UrlOption = Annotated[
+    str,
+    typer.Option("--url", help=f"http://HOST:PORT or grpc://HOST:PORT; the server that `serve` runs, else {URL}."),
+]
 PrecisionOption = Annotated[str, typer.Option("--precision", help="auto, or of fp32, fp16, int8, int8_qdq.")]
 ParameterOption = Annotated[
     list[str] | None,
     typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="One of the task's request parameters, as top_k=5."),
 ]
-TextOption = Annotated[list[str] | None, typer.Option(help="A text; give the option again for several.")]
+_AGAIN = "give the option again for several"
+TextOption = Annotated[list[str] | None, typer.Option(help=f"The text to judge; {_AGAIN}.")]
+TextPairOption = Annotated[list[str] | None, typer.Option(help="The second text of a pair, one for each --text.")]
+QuestionOption = Annotated[list[str] | None, typer.Option(help=f"A question about --context; {_AGAIN}.")]
+ContextOption = Annotated[list[str] | None, typer.Option(help="The document to find the answer in, one a --question.")]
+ChoiceOption = Annotated[list[str] | None, typer.Option(help="One of the choices for --text; give all of them.")]
 
 
 def get_task(name: str) -> Any:
@@ -97,6 +105,17 @@ def task_to_train(name: str, runs: Path) -> Any:
             raise
         file = load("bertship.shell:place")(known[0])
         raise InputError(f"{name} is trained by what its file says: --task {file} (TASK={file})") from None
+
+
+def server_url(url: str, runs: Path) -> str:
+    """The server to ask: the one named, else the one that `serve` runs for these runs, else the usual port."""
+    if url:
+        return url
+    try:
+        state = load("serving.keeper:running")(runs / "serve")
+    except InputError:  # a client's wheel alone
+        state = None
+    return str(state["http_url"]) if state else URL
 
 
 def _with_line(message: str, file: str) -> str:

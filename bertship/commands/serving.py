@@ -16,25 +16,30 @@ from bertship.commands.options import (
     RUNS,
     URL,
     BringOption,
+    ChoiceOption,
+    ContextOption,
     DataOption,
     InitOption,
     NameOption,
     ParameterOption,
     PrecisionOption,
     PresetOption,
+    QuestionOption,
     RepositoryOption,
     RunsOption,
     TaskOption,
     TextOption,
+    TextPairOption,
     UrlOption,
     find_task,
     get_task,
     need,
     parse_columns,
     parse_parameters,
+    server_url,
 )
 from bertship.console import load, read_samples, report, show
-from bertship.errors import InputError, ServerUnavailable
+from bertship.errors import InputError, ServerUnavailable, TaskUnavailable
 
 LOCAL = "127.0.0.1"
 
@@ -119,9 +124,12 @@ def stopped_in_order() -> Iterator[None]:
 
 
 def health(
-    url: Annotated[str, typer.Option("--url", help="http://HOST:PORT")] = URL,
+    url: Annotated[
+        str, typer.Option("--url", help=f"http://HOST:PORT; the server that `serve` runs, else {URL}.")
+    ] = "",
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task; without it, all of them.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="For each task's answer.")] = 5.0,
+    runs: RunsOption = RUNS,
 ) -> None:
     """Whether a server answers: one inference a task.
 
@@ -129,6 +137,7 @@ def health(
     """
     from bertship.health import check, lines
 
+    url = server_url(url, runs)
     try:
         results = check(url, task or (), timeout_s)
     except ValueError as error:
@@ -185,13 +194,14 @@ def stop(runs: RunsOption = RUNS) -> None:
 def ask(
     task: TaskOption = "sst2",
     text: TextOption = None,
-    text_pair: TextOption = None,
-    question: TextOption = None,
-    context: TextOption = None,
+    text_pair: TextPairOption = None,
+    question: QuestionOption = None,
+    context: ContextOption = None,
     parameter: ParameterOption = None,
-    choice: TextOption = None,
-    url: UrlOption = URL,
-    timeout_s: Annotated[float, typer.Option(min=0.1)] = 30.0,
+    choice: ChoiceOption = None,
+    url: UrlOption = "",
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="For the answer.")] = 30.0,
+    runs: RunsOption = RUNS,
 ) -> None:
     """Ask a served task.
 
@@ -202,9 +212,29 @@ def ask(
 
     columns = parse_columns(text, text_pair, question, context, choice)
     parameters = parse_parameters(parameter)
-    with Client(url, timeout_s) as client:
-        answers = client.ask(get_task(task).name if task.endswith(".toml") else task, parameters, **columns)
-    show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
+    name = get_task(task).name if task.endswith(".toml") else task
+    with Client(server_url(url, runs), timeout_s) as client:
+        try:
+            answers = client.ask(name, parameters, **columns)
+        except TaskUnavailable as error:
+            served = [other for other in client.tasks() if other != name]
+            raise TaskUnavailable(f"{error}; served: {', '.join(served)}" if served else str(error)) from None
+    show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in _named(answers, name, runs)])
+
+
+def _named(answers: list[dict[str, Any]], task: str, runs: Path) -> list[dict[str, Any]]:
+    """The answers for people: each probability with its label, where the task's definition is at hand."""
+    try:
+        labels = find_task(task, runs, REPOSITORY).labels
+    except InputError:
+        return answers
+    return [
+        {
+            n: dict(zip(labels, v, strict=True)) if n == "PROBABILITIES" and len(v) == len(labels) else v
+            for n, v in a.items()
+        }
+        for a in answers
+    ]
 
 
 def bench(

@@ -91,7 +91,7 @@ def pretrain(
     make_pretraining = load("train.stages:make_pretraining")
     manifest = make_pretraining(source, out, preset, parse_settings(settings), report, force, init)
     if os.environ.get("RANK", "0") == "0":  # torchrun's other processes have the same result
-        show(manifest, [str(out), *metric_lines(manifest["metrics"])])
+        show(manifest, [str(out), *metric_lines(manifest["metrics"]), *_onwards("pretrain", out)])
 
 
 def params(
@@ -125,6 +125,7 @@ def finetune(
     out, manifest = run_finetuning(task, init, preset, data, runs, name, changes, force, sweep, seeds)
     many = manifest["stage"] == "sweep"
     said = [str(out), *(load("train.sweep:lines")(manifest) if many else metric_lines(manifest["metrics"]))]
+    said += _onwards("finetune", out)
     if os.environ.get("RANK", "0") == "0":  # torchrun's other processes have the same result
         show(manifest, said)
 
@@ -146,7 +147,14 @@ def evaluate(
     out = runs / "evaluate" / definition.name / name
     metrics = load("train.stages:make_evaluation")(definition, run, data, report, out)
     result = {"task": definition.name, "run": str(run), "written": str(out), "metrics": metrics}
-    show(result, [*metric_lines(metrics), str(out)])
+    show(result, [*metric_lines(metrics), f"report: {out / 'report.html'}"])
+
+
+def _onwards(stage: str, out: Path) -> list[str]:
+    """Where a run's page is, and the command that goes on from it."""
+    steps = load("bertship.next_steps:next_steps")(stage, out)
+    typed = load("bertship.shell:typed")
+    return [f"report: {out / 'report.html'}", *(f"next:   {typed(step)}" for step in steps[:1])]
 
 
 def run_folder(runs: Path, task: str, name: str, init: Path) -> Path:
