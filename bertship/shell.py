@@ -27,17 +27,14 @@ def typed_within(text: str) -> str:
 
 
 def place(path: Path | str) -> str:
-    """A path from here, quoted for the shell: relative or absolute, whichever is shorter, without turns like `a/..`.
-
-    A name on the hub stays as it is.
-    """
+    """A path quoted for the shell: from here where it lies below, else absolute; without turns like `a/..`."""
     return shlex.quote(shown(path))
 
 
 def shown(path: Path | str) -> str:
     """`place`, for reading: not quoted."""
-    absolute = os.path.normpath(Path(path).absolute())
-    return min(os.path.relpath(absolute), absolute, key=len)
+    absolute = Path(os.path.normpath(Path(path).absolute()))
+    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
 
 
 def shown_places(inputs: Mapping[str, Any]) -> dict[str, Any]:

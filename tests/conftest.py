@@ -22,6 +22,8 @@ from serving.repository import ready_models
 from serving.server import TritonServer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests give their data, or want the sample
+# as in a shell where this environment is activated: what is told to type has its plain name
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 # run in the background of a script, tests would ignore Ctrl-C, and so would every process that they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

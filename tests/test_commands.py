@@ -8,6 +8,8 @@ import psutil
 import pytest
 from conftest import PLACES, SETTINGS
 
+from bertship.shell import typed
+
 PRESET = """
 [model]
 hidden_size = 32
@@ -32,7 +34,7 @@ def test_pretrain_then_finetune_starts_from_the_own_run(bertship, data, tmp_path
     runs = ("--runs", tmp_path / "runs")
     assert bertship("corpus", tmp_path / "documents.txt", *runs, "--set", "vocab_size=128")[0] == 0
     said = (tmp_path / "runs" / "corpus" / "default" / "NEXT.md").read_text(encoding="utf-8")
-    assert f"bertship pretrain --preset tiny --corpus default --runs {tmp_path / 'runs'}\n" in said
+    assert f"{typed('bertship pretrain')} --preset tiny --corpus default --runs {tmp_path / 'runs'}\n" in said
     code, out, err = bertship("--json", "pretrain", "--preset", tmp_path / "own.toml", *runs)
     assert code == 0, err
     page = html.unescape((tmp_path / "runs" / "pretrain" / "default" / "report.html").read_text(encoding="utf-8"))

@@ -95,9 +95,10 @@ def test_an_own_task_is_named_by_its_file_until_it_has_a_run(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path / "work")
     (tmp_path / "my tickets.toml").write_text(OWN, encoding="utf-8")
     task = get_task("../my tickets.toml")
-    assert task_file(task) == "'../my tickets.toml'", "as given, for the shell"
+    file = f"'{tmp_path / 'my tickets.toml'}'"
+    assert task_file(task) == file, "for the shell"
     kept = get_task_of(run(Path("runs/finetune/tickets/default"), "finetune", task))
-    assert task_file(kept, str(tmp_path / "my tickets.toml")) == "'../my tickets.toml'", "the run knows where it was"
+    assert task_file(kept, str(tmp_path / "my tickets.toml")) == file, "the run knows where it was"
     for stage, place in (
         ("finetune", "finetune/tickets/default"),
         ("export", "export/tickets"),
@@ -127,7 +128,7 @@ def test_a_name_is_found_where_the_task_was_kept(tmp_path):
     assert find_task("tickets", runs).labels == ("a", "c")
     run(runs / "finetune" / "sst2" / "n", "x", own)
     assert find_task("sst2", runs) is TASKS["sst2"], "a built-in task's name is its own"
-    with pytest.raises(InputError, match=r"wnli, ax, in \S+runs tickets, or give"):
+    with pytest.raises(InputError, match=r"wnli, ax, in \S+runs: tickets, or give"):
         find_task("ticket", runs)
 
 

@@ -68,7 +68,7 @@ def test_tasks_of_the_real_server(line):
         assert task["version"] == "1" and task["labels"] == [] and task["scale"] == []
         assert all(set(example) == set(definition.behaviour.inputs) for example in task["examples"])
         assert full[name]["outputs"] == task["outputs"]
-        assert full[name]["description"] == (definition.description or f"{name} (weather.toml)")
+        assert full[name]["description"] == definition.description
         assert full[name]["examples"] != task["examples"] and full[name]["examples"]
     assert full["sst2"]["labels"] == ["negative", "positive"] and full["weather"]["labels"] == ["fair", "foul"]
     assert full["squad"]["options"] == dict(TASKS["squad"].options)

@@ -49,11 +49,10 @@ def test_places_are_as_one_would_type_them(tmp_path, monkeypatch):
     (tmp_path / "work" / "deep").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "work")
     assert place(tmp_path / "work" / "a b") == "'a b'" and shown(tmp_path / "work" / "a b") == "a b"
-    assert place(tmp_path / "work" / ".." / "data") == "../data" == shown(f"{tmp_path}/data")
-    assert place("/etc") == "/etc", "shorter than from here"
+    assert place(tmp_path / "work" / ".." / "data") == f"{tmp_path}/data" == shown("../data")
     assert place("owner/name:config") == "owner/name:config" and place("minilm") == "minilm", "names stay"
     inputs = {"data": str(tmp_path / "data"), "task_file": None, "train_examples": 3, "init": "minilm"}
-    assert shown_places(inputs) == {"data": "../data", "train_examples": 3, "init": "minilm"}
+    assert shown_places(inputs) == {"data": f"{tmp_path}/data", "train_examples": 3, "init": "minilm"}
 
 
 def test_a_task_that_was_never_made_is_an_error(tmp_path):

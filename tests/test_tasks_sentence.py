@@ -141,3 +141,17 @@ def test_scores_of_the_kinds():
     assert SST2.behaviour.score(SST2, examples(SST2, "negative", "negative"), answers) == {"accuracy": 0.5}
     scores = STSB.behaviour.score(STSB, examples(STSB, "1", "2", "4"), {"SCORE": np.array([2, 4, 8], np.float32)})
     assert scores == pytest.approx({"pearson": 1, "spearman": 1})
+
+
+def test_the_tables_of_labels_are_scikit_learns():
+    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+    task = SST2.with_labels(("a", "b", "c", "never"))
+    gold, answered = list("aabbbccaab"), list("abbbacccab")
+    examples = [Example({"TEXT": "x"}, label) for label in gold]
+    matrix, by_label = task.behaviour.tables(task, examples, {"LABEL": np.array(answered, object)})
+    counts = confusion_matrix(gold, answered, labels=task.labels)
+    assert [row[1:] for row in matrix[2]] == [tuple(row) for row in counts]
+    wanted = precision_recall_fscore_support(gold, answered, labels=task.labels, zero_division=0)
+    for row, precision, recall, f1, count in zip(by_label[2], *wanted, strict=True):
+        assert row[1] == count and row[2:] == pytest.approx((precision, recall, f1)), row[0]

@@ -83,13 +83,20 @@ class Sentence(Kind):
         ]
 
     def tables(self, task: Task, examples: Sequence[Example], answers: Answers) -> list[Table]:
-        """The confusion matrix: a row a label of the data, a column a label that was answered."""
+        """The confusion matrix, a row a label of the data and a column a label that was answered; each label's F1."""
         counts = Counter(zip((e.target for e in examples), answers["LABEL"], strict=True))
-        rows = []
-        for gold in task.labels:
-            found = [counts[gold, label] for label in task.labels]
-            rows.append((gold, *found, counts[gold, gold] / sum(found) if sum(found) else 0.0))
-        return [("Confusion matrix", ("labelled \\ answered", *task.labels, "recall"), rows)]
+        matrix, by_label = [], []
+        for label in task.labels:
+            found = [counts[label, answered] for answered in task.labels]
+            right, answered = counts[label, label], sum(counts[gold, label] for gold in task.labels)
+            precision, recall = (right / total if total else 0.0 for total in (answered, sum(found)))
+            f1 = 2 * right / (answered + sum(found)) if answered + sum(found) else 0.0
+            matrix.append((label, *found))
+            by_label.append((label, sum(found), precision, recall, f1))
+        return [
+            ("Confusion matrix", ("labelled \\ answered", *task.labels), matrix),
+            ("By label", ("label", "texts", "precision", "recall", "f1"), by_label),
+        ]
 
     def decisions(self, answers: Answers) -> list[Any]:
         return list(answers["LABEL"])
