@@ -172,7 +172,8 @@ def refused(task: str, url: str, status: int, message: str, timeout_s: float, ma
     """A server's refusal, by HTTP status and text, as an error to raise."""
     message = " ".join(re.sub(r"^in ensemble '[^']*', ", "", message).split())
     if re.match("<!doctype|<html|<head|<body", message, re.IGNORECASE):
-        return ServerUnavailable(f"{task}: what answers at {url} is no Triton server: a page, HTTP status {status}")
+        kind = ServerFault if status >= 500 else ServerUnavailable  # of a proxy in between, it may be
+        return kind(f"{task}: what answers at {url} is no Triton server: a page, HTTP status {status}")
     if status in (408, 504) or "timeout expired" in message.lower():
         return timed_out(task, url, timeout_s)
     if "no available versions" in message or "is not ready" in message:

@@ -408,3 +408,11 @@ def test_the_wheel_s_client_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(("status", "kind"), [(404, ServerUnavailable), (501, ServerFault)])
+def test_a_page_is_called_so_and_not_shown(status, kind):
+    error = wire.refused("sst2", "http://here", status, "<!DOCTYPE HTML>\n<html><title>Error</title>", 1.0, 1 << 20)
+    assert type(error) is kind and str(error) == (
+        f"sst2: what answers at http://here is no Triton server: a page, HTTP status {status}"
+    )

@@ -128,7 +128,7 @@ def test_a_name_is_found_where_the_task_was_kept(tmp_path):
     assert find_task("tickets", runs).labels == ("a", "c")
     run(runs / "finetune" / "sst2" / "n", "x", own)
     assert find_task("sst2", runs) is TASKS["sst2"], "a built-in task's name is its own"
-    with pytest.raises(InputError, match=r"wnli, ax, in \S+runs: tickets, or give"):
+    with pytest.raises(InputError, match=r"squad2, in \S+runs: tickets, or give"):
         find_task("ticket", runs)
 
 

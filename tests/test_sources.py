@@ -103,7 +103,7 @@ def test_the_warm_start_is_the_pre_training_run_of_the_preset_or_said_to_be_mini
     monkeypatch.setattr(stages, "fetch", lambda name, report: warm_start)
     said: list[str] = []
     assert stages.find_init("", tmp_path, "tiny", said.append) == (warm_start, "minilm")
-    assert "there is no pre-training run of tiny" in said[0]
+    assert "the packaged warm start" in said[0]
     assert stages.find_init(str(warm_start), tmp_path, "tiny", silent) == (warm_start, str(warm_start))
     for init in ("./nowhere", "/no/such/folder", "a/b/c"):
         with pytest.raises(InputError, match="no model directory at INIT"):
