@@ -17,7 +17,8 @@ STAGES = {
 
 def row(protocol, throughput, p50, clients=None, rate=None):
     return {
-        "protocol": protocol, "concurrency": clients, "rate_per_s": rate, "throughput_per_s": throughput, "p50_ms": p50, "mean_ms": p50 * 1.2,
+        "protocol": protocol, "concurrency": clients, "rate_per_s": rate, "throughput_per_s": throughput, "p50_ms": p50,
+            "mean_ms": p50 * 1.2,
         "p90_ms": p50 * 2, "p99_ms": p50 * 3, "mean_batch": 1.5, "padding_share": None, "queue_ms": 0.3,
         "compute_ms": 1.5, "steps_ms": 1.4, "stages": STAGES,
     }  # fmt: skip
