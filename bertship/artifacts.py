@@ -34,6 +34,22 @@ _JSON_NAMES: dict[type, str] = {str: "a string", dict: "an object"}
 _RECORDED_PACKAGES = ("numpy", "onnx", "onnxruntime", "tensorrt", "tokenizers", "torch")
 
 
+def make_directory(directory: Path, target: Path | None = None) -> None:
+    """Make `directory`, and what it lies in, so that `target` (itself) can be written; InputError names what blocks."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        blocking = next((place for place in (directory, *directory.parents) if place.exists()), directory)
+        raise InputError(f"cannot write {target or directory}: {blocking} is a file, not a directory") from None
+
+
+def clear_directory(directory: Path, but: str) -> None:
+    """Remove all that is in `directory`, where there is one, except for the entry named `but`."""
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        if entry.name != but:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
 @contextlib.contextmanager
 def publish(target: Path) -> Iterator[Path]:
     """Yield an empty staging directory that becomes `target` when the block ends well and vanishes when it does not.
@@ -46,11 +62,7 @@ def publish(target: Path) -> Iterator[Path]:
         target = target.resolve()
     if target.is_file():
         raise InputError(f"cannot write {target}: it is a file, not a directory; move it away")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        blocking = next((parent for parent in target.parents if parent.exists()), target)
-        raise InputError(f"cannot write {target}: {blocking} is a file, not a directory") from None
+    make_directory(target.parent, target)
     _remove_leftovers(target)
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
     replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")

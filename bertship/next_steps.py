@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import published, write_text
-from bertship.shell import place, typed
+from bertship.shell import place, shown, typed
 from bertship.tasks import TASKS, Task
 
 RUNS = "runs"  # what commands take where --runs is not given
@@ -21,9 +21,7 @@ _OPTIONS = {"TEXT": "--text", "TEXT_PAIR": "--text-pair", "QUESTION": "--questio
 
 def next_steps(stage: str, directory: Path) -> list[str]:
     """Commands for a shell in the checkout, for a run of `stage`; its directory may still be the staging one."""
-    there = published(directory)
-    here = Path.cwd()
-    return _STAGES[stage](there.relative_to(here) if there.is_relative_to(here) else there, directory)
+    return _STAGES[stage](Path(shown(published(directory))), directory)
 
 
 def write_next(stage: str, directory: Path) -> None:
@@ -81,14 +79,14 @@ def _pretrain(directory: Path, files: Path) -> list[str]:
     runs = _runs(directory, "pretrain", 1)
     given = _option(runs) if runs is not None else ""
     return [
-        f"bertship finetune --task sst2 --init {_quoted(directory)}{given}    # or --task tickets.toml, yours",
-        f"tensorboard --logdir {_quoted(directory / 'tensorboard')}",
+        f"bertship finetune --task sst2 --init {place(directory)}{given}    # or --task tickets.toml, yours",
+        f"tensorboard --logdir {place(directory / 'tensorboard')}",
     ]
 
 
 def _finetune(directory: Path, files: Path) -> list[str]:
     if _runs(directory, "finetune", 2) is None:
-        return [f"bertship export {_quoted(directory)} --task {Task.from_file(files / 'task.json').name}"]
+        return [f"bertship export {place(directory)} --task {Task.from_file(files / 'task.json').name}"]
     return [f"bertship evaluate{of_run(directory)}", f"bertship export{of_run(directory)}"]
 
 
@@ -96,8 +94,8 @@ def _export(directory: Path, files: Path) -> list[str]:
     task = Task.from_file(files / "task.json")
     runs = _runs(directory, "export", 1)
     given = _option(runs) if runs is not None else ""
-    place = _quoted(directory)
-    lines = [f"bertship parity {place} --full{given}", f"bertship bench-engine {place}{given}"]
+    export = place(directory)
+    lines = [f"bertship parity {export} --full{given}", f"bertship bench-engine {export}{given}"]
     if runs is None:
         return lines
     named = f" --task {task.name}"
@@ -125,7 +123,7 @@ def _bench_engine(directory: Path, files: Path) -> list[str]:
     if runs is None:
         return []
     export = Path(_read(files / "engines.json")["export"]["path"])
-    return _kept(directory, f"bertship bench-engine {_quoted(export)}{_option(runs)}")
+    return _kept(directory, f"bertship bench-engine {place(export)}{_option(runs)}")
 
 
 _STAGES: dict[str, Callable[[Path, Path], list[str]]] = {
@@ -140,11 +138,11 @@ _STAGES: dict[str, Callable[[Path, Path], list[str]]] = {
 
 def _kept(directory: Path, again: str) -> list[str]:
     """A measurement is replaced by the next one: keep it, change something, measure again, compare."""
-    kept = _quoted(directory.with_name(f"{directory.name}.before"))
+    kept = place(directory.with_name(f"{directory.name}.before"))
     return [
-        f"cp -rT {_quoted(directory)} {kept}",
+        f"cp -rT {place(directory)} {kept}",
         f"{again}    # after a change",
-        f"bertship compare {kept} {_quoted(directory)}",
+        f"bertship compare {kept} {place(directory)}",
     ]
 
 
@@ -170,12 +168,8 @@ def _runs(directory: Path, stage: str, levels: int) -> Path | None:
 
 
 def _option(runs: Path) -> str:
-    return "" if str(runs) == RUNS else f" --runs {_quoted(runs)}"
+    return "" if str(runs) == RUNS else f" --runs {place(runs)}"
 
 
 def _name(directory: Path) -> str:
     return "" if directory.name == "default" else f" --name {shlex.quote(directory.name)}"
-
-
-def _quoted(path: Path) -> str:
-    return place(path)

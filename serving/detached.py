@@ -29,11 +29,7 @@ def start_detached(
     Raises as `keep` does: InputError where the server of `state_dir` is already running.
     """
     state_dir = Path(state_dir).absolute()
-    if known := running(state_dir):
-        raise InputError(
-            f"a server of {state_dir} already runs on {known['http_url']}: `make stop` ends it, "
-            "`bertship deploy runs/export/TASK` puts a new version into it while it answers"
-        )
+    keeper.refuse_second(state_dir)
     given = options | {"repository": Path(repository).absolute(), "state_dir": state_dir}
     if triton:
         given["triton"] = {name: str(value) for name, value in dataclasses.asdict(triton).items()}

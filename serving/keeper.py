@@ -44,11 +44,7 @@ def keep(
     has ended cannot be brought back.
     """
     state_dir = Path(state_dir)
-    if known := running(state_dir):
-        raise InputError(
-            f"a server of {state_dir} already runs on {known['http_url']}: `make stop` ends it, "
-            "`bertship deploy runs/export/TASK` puts a new version into it while it answers"
-        )
+    refuse_second(state_dir)
     log = EventLog(state_dir / events.LOG, say)
     options = {"log_path": state_dir / "triton.log"} | options
     with TritonServer(triton) as server:
@@ -74,6 +70,15 @@ def running(state_dir: Path) -> dict[str, Any] | None:
     """What `keep` wrote in `state_dir`, where its process still runs; else None."""
     state = read_state(state_dir)
     return state if state and start_time(state["keeper"]) == state["keeper_started"] else None
+
+
+def refuse_second(state_dir: Path) -> None:
+    """Raise InputError where a server of `state_dir` runs already."""
+    if known := running(state_dir):
+        raise InputError(
+            f"a server of {state_dir} already runs on {known['http_url']}: `make stop` ends it, "
+            "`bertship deploy runs/export/TASK` puts a new version into it while it answers"
+        )
 
 
 def read_state(state_dir: Path) -> dict[str, Any] | None:

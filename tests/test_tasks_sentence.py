@@ -1,4 +1,4 @@
-"""bertship/tasks/glue.py: sentences, pairs and scores, from texts to rows and from logits to answers."""
+"""bertship/tasks/sentence.py: sentences, pairs and scores, from texts to rows and from logits to answers."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bertship.errors import InputError
 from bertship.pipeline import Pipeline
 from bertship.tasks import TASKS, Example, Task
-from bertship.tasks.glue import _cut_longest
+from bertship.tasks.sentence import _cut_longest
 from bertship.tokenization import SPECIAL_TOKENS, Tokenizer
 
 TOKENIZER = Tokenizer.from_vocab([*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz"], lowercase=True)

@@ -33,7 +33,7 @@ from bertship.tokenization import Tokenizer
 from train.chunks import PACKING, UNIT_BYTES, Chunk
 from train.encode import sentences_of, token_dtype
 from train.inputs import Input, Source, find_inputs, has_changed
-from train.plan import Plan, fingerprint_of, prepare, workers_for
+from train.plan import LOCK, Plan, fingerprint_of, prepare, workers_for
 from train.readers import read_documents
 from train.shards import Shard, ShardWriter, finished_shards, merge_shards, shard_folder
 from train.sources import fetch
@@ -259,11 +259,8 @@ def _behind(plan: Plan, number: int, chunk: Chunk) -> int:
 @contextlib.contextmanager
 def _alone(work: Path) -> Iterator[None]:
     """Hold the working directory, or raise InputError where another process holds it."""
-    if work.parent.is_file() or any(parent.is_file() for parent in work.parents):
-        blocking = next(parent for parent in work.parents if parent.is_file())
-        raise InputError(f"cannot write {work}: {blocking} is a file, not a directory")
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("w") as lock:
+    artifacts.make_directory(work)
+    with (work / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

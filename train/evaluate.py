@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import publish, read_manifest, versions, write_manifest
+from bertship.errors import counted
 from bertship.next_steps import of_run
 from bertship.report import Report as Page
 from bertship.shell import place, shown, shown_places
@@ -63,7 +64,7 @@ def _publish(
             folder.mkdir(exist_ok=True)
             for name, text in task.behaviour.official(task, examples[split], answers).items():
                 (folder / name).write_text(text, encoding="utf-8")
-        counts = ", ".join(f"{len(e):,} {s} {'example' if len(e) == 1 else 'examples'}" for s, e in examples.items())
+        counts = ", ".join(counted(len(e), f"{split} example") for split, e in examples.items())
         page = Page(f"{task.name}: an evaluation", f"{shown(run)} on {counts}.")
         page.text("Conclusion", f"{task.metrics[0]} {metrics[task.metrics[0]]:.4f} on the dev split.")
         page.facts("Metrics", metrics)

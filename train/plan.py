@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ _CODE = (
     "bertship/tokenization.py",
     *(f"train/{name}.py" for name in _MODULES),
 )
+LOCK = "lock"  # in the working directory, whoever builds there holds it
 _SMALL_BYTES = 1 << 22  # of text: starting processes would take longer
 _MOST_WORKERS = 4  # unless more are asked for: each takes memory
 _LEAST_SAMPLE_BYTES = 1 << 16  # of a unit
@@ -122,9 +122,7 @@ def prepare(
         plan = Plan.open(work)
         if plan.fingerprint == fingerprint and plan.tokenizer_dir.is_dir():
             return plan
-    for leftover in work.iterdir() if work.is_dir() else ():
-        if leftover.name != "lock":
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    artifacts.clear_directory(work, but=LOCK)
     units = [(number, unit) for number, item in enumerate(inputs) for unit in units_of(item, config.text_field)]
     plan = Plan(work, fingerprint, config, inputs, units)
     plan.shards.mkdir(parents=True)

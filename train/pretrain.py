@@ -257,8 +257,9 @@ class _Training:
         self.guard.saw(
             outcome.applied,
             lambda in_a_row: self._diagnosis(
-                f"{in_a_row} gradients in a row were not finite (language model loss {outcome.mlm_loss:.4g}, NSP loss "
-                f"{outcome.nsp_loss:.4g}, learning rate {outcome.lr:.3g}"
+                f"{in_a_row} gradients in a row were not finite",
+                f"language model loss {outcome.mlm_loss:.4g}, NSP loss {outcome.nsp_loss:.4g}, learning rate "
+                f"{outcome.lr:.3g}",
             ),
         )
         self.done.skipped, self.done.in_a_row = self.guard.skipped, self.guard.in_a_row
@@ -276,7 +277,7 @@ class _Training:
             heldout.write(facts, "held out")
         if not all(math.isfinite(self.after.get(name, 0.0)) for name in ("mlm_loss", "nsp_loss")):
             # no checkpoint of it, which would push out a good one
-            raise CheckFailed(self._diagnosis(f"the held-out loss is not finite ({describe(self.after)}"))
+            raise CheckFailed(self._diagnosis("the held-out loss is not finite", describe(self.after)))
         self._save(self.after["mlm_loss"])
         if self.done.update < sum(phase.steps for phase in self.phases):
             self.report(f"held out at update {self.done.update}: {describe(self.after)}")
@@ -375,13 +376,13 @@ class _Training:
     def _mfu(self) -> float:
         return self.done.flops / max(self.done.seconds, 1e-9) / (self.peak * self.processes.count)
 
-    def _diagnosis(self, what: str) -> str:
-        """`what`: seen in the last update, with figures in a parenthesis that is open."""
+    def _diagnosis(self, what: str, figures: str) -> str:
+        """`what` was seen in the last update, with its `figures`."""
         steps = self.snapshots.steps()
         saved = "there is no checkpoint yet; begin anew (--force)"
         if steps:
             saved = f"the last checkpoint is {self.snapshots.path(steps[-1])}; start from it (INIT) or anew (--force)"
         return (
-            f"pre-training stopped at update {self.done.update}: {what}; {weights_state(self.model)}); {saved} with a "
-            'lower learning_rate, longer warmup_steps, or precision = "fp32"'
+            f"pre-training stopped at update {self.done.update}: {what} ({figures}; {weights_state(self.model)}); "
+            f'{saved} with a lower learning_rate, longer warmup_steps, or precision = "fp32"'
         )

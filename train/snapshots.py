@@ -180,10 +180,8 @@ def held(home: Path) -> Iterator[None]:
     Raises InputError where another process trains there. A lock of POSIX's: it ends with the process, whatever ends it,
     and no forked one has it. On a file system without locks nothing is held.
     """
-    if blocking := next((parent for parent in (home, *home.parents) if parent.is_file()), None):
-        raise InputError(f"cannot write {home}: {blocking} is a file, not a directory")
     made = not home.exists()
-    home.mkdir(parents=True, exist_ok=True)
+    artifacts.make_directory(home)
     path = home / _LOCK
     with path.open("a+", encoding="utf-8") as file:
         try:
@@ -217,10 +215,8 @@ def check_claim(home: Path, recipe: dict[str, Any], restart: bool) -> None:
 
     Raises InputError that names what differs.
     """
-    for leftover in home.iterdir() if restart and home.is_dir() else ():
-        if leftover.name != _LOCK:
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     if restart:
+        artifacts.clear_directory(home, but=_LOCK)
         with contextlib.suppress(OSError):
             home.rmdir()
     path = home / RECIPE

@@ -25,6 +25,7 @@ from bertship.commands.options import (
     TextPairOption,
     find_task,
     need,
+    onwards,
     parse_columns,
     parse_numbers,
     parse_parameters,
@@ -68,10 +69,7 @@ def export(
         manifest = make(definition, model_dir, out, precisions, data, report, force)
     best = manifest["best"]
     chosen = f"  best here: {best['precision']} on {best['engine']}, as {best['why']}"
-    said = [str(out), *parity_lines(manifest), chosen, "", f"report: {out / 'report.html'}"]
-    onwards = load("bertship.next_steps:next_steps")("export", out)
-    repository = [step for step in onwards if step.startswith("bertship repository")]
-    show(manifest, [*said, *(f"next:   {load('bertship.shell:typed')(step)}" for step in repository)])
+    show(manifest, [str(out), *parity_lines(manifest), chosen, "", *onwards("export", out, "repository")])
 
 
 def parity(

@@ -107,6 +107,14 @@ def task_to_train(name: str, runs: Path) -> Any:
         raise InputError(f"{name} is trained by what its file says: --task {file} (TASK={file})") from None
 
 
+def onwards(stage: str, out: Path, command: str) -> list[str]:
+    """For the end of a run: where its page is, and the `command` that goes on from it, as it can be pasted."""
+    steps = load("bertship.next_steps:next_steps")(stage, out)
+    typed = load("bertship.shell:typed")
+    following = [step for step in steps if step.startswith(f"bertship {command} ")]
+    return [f"report: {out / 'report.html'}", *(f"next:   {typed(step)}" for step in following)]
+
+
 def server_url(url: str, runs: Path) -> str:
     """The server to ask: the one named, else the one that `serve` runs for these runs, else the usual port."""
     if url:

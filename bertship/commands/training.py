@@ -19,6 +19,7 @@ from bertship.commands.options import (
     TaskOption,
     find_task,
     need,
+    onwards,
     parse_settings,
     plain_name,
     task_to_train,
@@ -91,7 +92,7 @@ def pretrain(
     make_pretraining = load("train.stages:make_pretraining")
     manifest = make_pretraining(source, out, preset, parse_settings(settings), report, force, init)
     if os.environ.get("RANK", "0") == "0":  # torchrun's other processes have the same result
-        show(manifest, [str(out), *metric_lines(manifest["metrics"]), *_onwards("pretrain", out)])
+        show(manifest, [str(out), *metric_lines(manifest["metrics"]), *onwards("pretrain", out, "finetune")])
 
 
 def params(
@@ -125,7 +126,7 @@ def finetune(
     out, manifest = run_finetuning(task, init, preset, data, runs, name, changes, force, sweep, seeds)
     many = manifest["stage"] == "sweep"
     said = [str(out), *(load("train.sweep:lines")(manifest) if many else metric_lines(manifest["metrics"]))]
-    said += _onwards("finetune", out)
+    said += onwards("finetune", out, "evaluate")
     if os.environ.get("RANK", "0") == "0":  # torchrun's other processes have the same result
         show(manifest, said)
 
@@ -148,13 +149,6 @@ def evaluate(
     metrics = load("train.stages:make_evaluation")(definition, run, data, report, out)
     result = {"task": definition.name, "run": str(run), "written": str(out), "metrics": metrics}
     show(result, [*metric_lines(metrics), f"report: {out / 'report.html'}"])
-
-
-def _onwards(stage: str, out: Path) -> list[str]:
-    """Where a run's page is, and the command that goes on from it."""
-    steps = load("bertship.next_steps:next_steps")(stage, out)
-    typed = load("bertship.shell:typed")
-    return [f"report: {out / 'report.html'}", *(f"next:   {typed(step)}" for step in steps[:1])]
 
 
 def run_folder(runs: Path, task: str, name: str, init: Path) -> Path:

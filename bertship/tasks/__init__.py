@@ -6,7 +6,10 @@
 from pathlib import Path
 
 from bertship.errors import InputError
-from bertship.tasks import choice, glue, ner, squad  # noqa: F401  each registers its kinds and tasks
+from bertship.tasks import glue  # noqa: F401  each registers its kinds and tasks, in the order that they are listed in
+
+# isort: split
+from bertship.tasks import choice, ner, squad  # noqa: F401
 from bertship.tasks.base import KINDS, TASKS, Example, Kind, Task, TensorSpec
 
 __all__ = ["KINDS", "TASKS", "Example", "Kind", "Task", "TensorSpec", "find_task", "get_task"]

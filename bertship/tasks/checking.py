@@ -10,7 +10,7 @@ import numpy as np
 
 from bertship.errors import InputError, counted
 from bertship.tasks.base import Example, Task, nested
-from bertship.tasks.holdout import held_out, text_key
+from bertship.tasks.holdout import part_of, text_key
 from bertship.tasks.readers import READERS, find_split
 from bertship.tokenization import Tokenizer
 
@@ -88,10 +88,7 @@ def _read(task: Task, folder: Path, split: str, findings: Findings) -> list[Exam
         findings.warnings.append(f"{path}: {counted(len(left_out), 'row')} left out: {'; '.join(left_out[:_SHOWN])}")
     if not examples:
         raise InputError(f"{path} holds no examples that can be read" + (f"; {faults[0]}" if faults else ""))
-    if task.files.dev_share and split in ("train", "dev"):
-        held = held_out(task, examples, task.files.dev_share)
-        examples = [example for example, dev in zip(examples, held, strict=True) if dev is (split == "dev")]
-    return examples
+    return part_of(task, examples, split)
 
 
 def _check_targets(task: Task, split: str, examples: Sequence[Example], findings: Findings) -> None:

@@ -27,7 +27,7 @@ from bertship.tasks.base import (
     register_kind,
     softmax,
 )
-from bertship.tasks.glue import pair_rows
+from bertship.tasks.sentence import pair_rows
 from bertship.tokenization import Row, Tokenizer
 
 

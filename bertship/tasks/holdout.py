@@ -15,6 +15,16 @@ def text_key(task: Task, example: Example) -> str:
     return "\t".join(" ".join(re.findall(r"\w+", text.lower())) or text for text in texts)
 
 
+def part_of(task: Task, examples: list[Example], split: str) -> list[Example]:
+    """The examples of a file that belong to `split`: all of them, unless the task has a share of its training file held
+    out as dev. Raises InputError as `held_out` does."""
+    share = task.files.dev_share
+    if not share or split not in ("train", "dev"):
+        return examples
+    held = held_out(task, examples, share)
+    return [example for example, dev in zip(examples, held, strict=True) if dev is (split == "dev")]
+
+
 def held_out(task: Task, examples: Sequence[Example], share: float) -> list[bool]:
     """Whether each example belongs to the dev split, about `share` of them, and of each label where there are classes.
 
@@ -25,13 +35,11 @@ def held_out(task: Task, examples: Sequence[Example], share: float) -> list[bool
     keys = [_digest(_place(task, example)) for example in examples]
     classes = task.behaviour.loss == "cross_entropy"
     groups: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    grouped: set[str] = set()
     label_of: dict[str, str] = {}
     for key, example in zip(keys, examples, strict=True):
         label = label_of.setdefault(key, str(example.target) if classes else "")  # a text with two labels: the first
         groups[label][key] += 1
-        grouped.add(key)
-    if len(grouped) < 2:
+    if len(label_of) < 2:
         raise InputError(f"task {task.name}: dev = {share:g}: one text alone cannot be parted into train and dev")
     dev: set[str] = set()
     for counts in groups.values():
@@ -41,7 +49,7 @@ def held_out(task: Task, examples: Sequence[Example], share: float) -> list[bool
                 break
             dev.add(key)
             taken += counts[key]
-    dev = dev or {min(grouped)}
+    dev = dev or {min(label_of)}
     return [key in dev for key in keys]
 
 

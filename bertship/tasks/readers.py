@@ -12,7 +12,7 @@ from typing import Any
 
 from bertship.errors import InputError, counted
 from bertship.tasks.base import KINDS, Example, Task, nested
-from bertship.tasks.holdout import held_out
+from bertship.tasks.holdout import part_of
 from bertship.tasks.ner import words_example
 from bertship.tasks.squad import Gold
 
@@ -40,19 +40,17 @@ def read_split(
     """
     path = find_split(task, folder, split)
     left_out: list[str] = []
-    share = task.files.dev_share if split in ("train", "dev") else 0.0
     examples = list(READERS[task.files.format](task, path, not is_test(split), left_out))
     if left_out:
         named = "; ".join(left_out[:3]) + (" ..." if len(left_out) > 3 else "")
         report(f"WARNING: {path}: {len(left_out):,} rows are left out: {named}")
     if not examples:
         raise InputError(f"{path} holds no examples")
-    if share:
-        held = held_out(task, examples, share)
-        examples = [example for example, dev in zip(examples, held, strict=True) if dev is (split == "dev")]
-        report(
-            f"{split}: {len(examples):,} of {counted(len(held), 'example')} in {path}, parted by text (dev = {share:g})"
-        )
+    whole = len(examples)
+    examples = part_of(task, examples, split)
+    if len(examples) < whole:
+        part = f"{len(examples):,} of {counted(whole, 'example')} in {path}"
+        report(f"{split}: {part}, parted by text (dev = {task.files.dev_share:g})")
     official = task.files.rows.get(split, 0)
     if official and len(examples) != official:
         report(f"{path} holds {len(examples):,} examples of {task.name}; the official {split} split has {official:,}")
