@@ -98,12 +98,8 @@ def test_an_own_task_is_named_by_its_file_until_it_has_a_run(tmp_path, monkeypat
     assert task_file(task) == "'../my tickets.toml'", "as given, for the shell"
     kept = get_task_of(run(Path("runs/finetune/tickets/default"), "finetune", task))
     assert task_file(kept, str(tmp_path / "my tickets.toml")) == "'../my tickets.toml'", "the run knows where it was"
-    for stage, place in (
-        ("finetune", "finetune/tickets/default"),
-        ("export", "export/tickets"),
-        ("bench", "bench/tickets"),
-    ):
-        place = Path("runs", place)
+    for stage, name in (("finetune", "tickets/default"), ("export", "tickets"), ("bench", "tickets")):
+        place = Path("runs", stage, name)
         lines = next_steps(stage, place if place.exists() else run(place, stage, task))
         named = [parsed(line) for line in lines if line.startswith("bertship")]
         assert [given["task"] for given in named if "task" in given] == ["tickets"] * sum("task" in n for n in named)
@@ -127,7 +123,7 @@ def test_a_name_is_found_where_the_task_was_kept(tmp_path):
     assert find_task("tickets", runs).labels == ("a", "c")
     run(runs / "finetune" / "sst2" / "n", "x", own)
     assert find_task("sst2", runs) is TASKS["sst2"], "a built-in task's name is its own"
-    with pytest.raises(InputError, match=r"wnli, ax, in \S+runs tickets, or give"):
+    with pytest.raises(InputError, match=r"squad2, in \S+runs: tickets, or give"):
         find_task("ticket", runs)
 
 

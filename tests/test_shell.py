@@ -6,12 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from bertship.errors import InputError
 from bertship.report import Report
 from bertship.shell import place, shown, shown_places, typed, typed_within
-from bertship.tasks import find_task
 
 OWN = Path(sys.executable).parent
 
@@ -54,8 +50,3 @@ def test_places_are_as_one_would_type_them(tmp_path, monkeypatch):
     assert place("owner/name:config") == "owner/name:config" and place("minilm") == "minilm", "names stay"
     inputs = {"data": str(tmp_path / "data"), "task_file": None, "train_examples": 3, "init": "minilm"}
     assert shown_places(inputs) == {"data": "../data", "train_examples": 3, "init": "minilm"}
-
-
-def test_a_task_that_was_never_made_is_an_error(tmp_path):
-    with pytest.raises(InputError, match="unknown task"):
-        find_task("x", tmp_path)
