@@ -57,7 +57,9 @@ help: ## This list
 	@echo "bertship: text in, a measured BERT service out"; echo
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14 | sed 's/^/  make /'
 	@echo; echo "  variables: TASK=$(TASK) PRESET=$(PRESET) PRECISION=$(PRECISION) INIT= DATA= SEED= SEEDS= LAYERS= HEAD= NAME=$(NAME) GPUS=$(GPUS) REPOSITORY=$(REPOSITORY)"
-	@echo "  for ask: TEXT= TEXT_PAIR= QUESTION= CONTEXT=      for set-up: PYTHON= TRITON_PYTHON= TORCH_INDEX_URL="
+	@echo "  for serve: HTTP_PORT=$(HTTP_PORT) GRPC_PORT=$(GRPC_PORT) METRICS_PORT=$(METRICS_PORT)      for playground: PLAYGROUND_PORT=$(PLAYGROUND_PORT)"
+	@echo "  for ask: TEXT= TEXT_PAIR= QUESTION= CONTEXT= HTTP_PORT= (else that of the running server)"
+	@echo "  for set-up: PYTHON= TRITON_PYTHON= TORCH_INDEX_URL=      for gpu-check, plan: CONTAINER=      for bench-peers: QUICK=      for clean: ALL="
 
 # a stamp, as a venv that was interrupted half-way has its interpreter already
 .venv/.made:
@@ -126,7 +128,7 @@ stop: $(RUN_STAMP) ## Stop it
 	@$(BERTSHIP) stop
 
 ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
-	@$(BERTSHIP) ask --task $(call quoted,$(TASK)) --url http://127.0.0.1:$(HTTP_PORT) $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
+	@$(BERTSHIP) ask --task $(call quoted,$(TASK)) $(if $(filter command environment,$(firstword $(origin HTTP_PORT))),--url http://127.0.0.1:$(HTTP_PORT)) $(call given,TEXT,text) $(call given,TEXT_PAIR,text-pair) $(call given,QUESTION,question) $(call given,CONTEXT,context)
 
 bench: setup ## Load TASK with perf_analyzer on real texts
 	@$(BERTSHIP) bench --task $(call quoted,$(TASK)) --repository $(call quoted,$(REPOSITORY)) --bring

@@ -14,6 +14,17 @@ BertshipError
 """
 
 
+def seen(value: object, most: int = 60) -> str:
+    """A value for a message: as Python writes it, cut to `most` characters and an ellipsis where it is longer."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most].rstrip()} ..."
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """`1 row`, `2 rows`: a number with its noun."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
 class BertshipError(Exception):
     """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bertship.artifacts import published, write_text
-from bertship.shell import place, typed
+from bertship.shell import place, shown, typed
 from bertship.tasks import TASKS, Task
 
 RUNS = "runs"  # what commands take where --runs is not given
@@ -24,6 +24,16 @@ def next_steps(stage: str, directory: Path) -> list[str]:
     there = published(directory)
     here = Path.cwd()
     return _STAGES[stage](there.relative_to(here) if there.is_relative_to(here) else there, directory)
+
+
+def ending(stage: str, directory: Path) -> list[str]:
+    """The last lines of a command that made a run: where its page is, and how to go on."""
+    page = directory / "report.html"
+    lines = next_steps(stage, directory)
+    return [
+        *([f"report: {shown(page)}"] if page.is_file() else []),
+        *([f"next:   {typed(lines[0])}"] if lines else []),
+    ]
 
 
 def write_next(stage: str, directory: Path) -> None:
@@ -107,7 +117,7 @@ def _export(directory: Path, files: Path) -> list[str]:
         *lines,
         f"bertship repository{named}{_option(runs)}",
         f"bertship serve --detach{_option(runs)}",
-        f"bertship ask --task {task.name} {asked}",
+        f"bertship ask --task {task.name}{_option(runs)} {asked}",
     ]
 
 

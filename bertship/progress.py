@@ -43,7 +43,7 @@ def progress(what: str, total: int, report: Callable[[str], None], done: int = 0
 
             def draw(facts: str) -> None:
                 speed = bar.tasks[0].speed
-                bar.update(task, advance=1, facts=facts, rate=f"{speed:.1f}/s" if speed else "")
+                bar.update(task, advance=1, facts=facts, rate=f"{speed:.1f}/s" if speed and speed >= 1 else "")
 
             yield draw
         return
@@ -58,7 +58,8 @@ def progress(what: str, total: int, report: Callable[[str], None], done: int = 0
         if now - last >= LINE_EVERY_S:
             last = now
             rate = (done - before) / (now - started)
-            report(f"{what} {done}/{total}: {facts}, {rate:.1f} steps/s, {_spoken((total - done) / rate)} left")
+            speed = f"{rate:.1f} steps/s, " if rate >= 1 else ""  # of long steps the time left says it all
+            report(f"{what} {done}/{total}: {facts}, {speed}{_spoken((total - done) / rate)} left")
 
     yield say
 

@@ -22,8 +22,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         for row in result["rows"]
     ]
     alone = [
-        f"{row['protocol']}, one at a time: p50 {row['p50_ms']:.2f} ms, of which steps compute "
-        f"{row['steps_ms']:.2f} ms on average ("
+        f"{row['protocol']}, one at a time: {row['mean_ms']:.2f} ms in the mean, of which steps compute "
+        f"{row['steps_ms']:.2f} ms ("
         + ", ".join(f"{step} {times['compute_input_ms'] + times['compute_infer_ms']:.2f}" for step, times in stages)
         + ")"
         for row in result["rows"]
@@ -188,7 +188,8 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
             first = closed[0]
             said.append(
                 f"{protocol}: one client waits {first['p50_ms']:.2f} ms in the median and {first['p99_ms']:.2f} ms in "
-                f"the 99th percentile; the steps compute {first['steps_ms']:.2f} ms of it."
+                f"the 99th percentile; of {first['mean_ms']:.2f} ms in the mean the steps compute "
+                f"{first['steps_ms']:.2f} ms."
             )
         if len(closed) > 1:
             most = max(row["throughput_per_s"] for row in closed)

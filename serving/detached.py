@@ -30,7 +30,7 @@ def start_detached(
     """
     state_dir = Path(state_dir).absolute()
     if known := running(state_dir):
-        raise InputError(f"a server of {state_dir} already runs on {known['http_url']}: `make stop` ends it")
+        raise InputError(f"a server of {state_dir} already runs on {known['http_url']}: {keeper.INSTEAD}")
     given = options | {"repository": Path(repository).absolute(), "state_dir": state_dir}
     if triton:
         given["triton"] = {name: str(value) for name, value in dataclasses.asdict(triton).items()}

@@ -24,6 +24,8 @@ from serving.server import TritonServer
 from serving.watch import Watch
 
 STATE = "server.json"
+# what to do where a server runs that was to be started
+INSTEAD = "`bertship deploy runs/export/TASK` brings a task or a new version into it, `make stop` ends it"
 
 
 def keep(
@@ -45,7 +47,7 @@ def keep(
     """
     state_dir = Path(state_dir)
     if known := running(state_dir):
-        raise InputError(f"a server of {state_dir} already runs on {known['http_url']}: `make stop` ends it")
+        raise InputError(f"a server of {state_dir} already runs on {known['http_url']}: {INSTEAD}")
     log = EventLog(state_dir / events.LOG, say)
     options = {"log_path": state_dir / "triton.log"} | options
     with TritonServer(triton) as server:

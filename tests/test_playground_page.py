@@ -203,7 +203,7 @@ def test_the_answer_comes_while_one_types(playground, open_page, client):
         field.press_sequentially(text)
         assert client.ask("sst2", TEXT=text)["LABEL"] == wanted
         expect(page.locator("#result strong")).to_have_text(wanted)
-    page.get_by_text("Answer while I type").click()
+    page.get_by_text("As I type").click()
     field.fill("a lovely film")
     expect(page.locator("#answer.stale")).to_be_visible()
     page.wait_for_timeout(600)
@@ -280,7 +280,7 @@ def test_a_long_document_stays_usable(open_page):
     }
     with FakeTriton(models).run() as fake, Playground(Served(fake.url), port=0) as made:
         page = open_page(made.start())
-        page.get_by_text("Answer while I type").click()
+        page.get_by_text("As I type").click()
         ask(page, {"QUESTION": "Where did Felix go?", "CONTEXT": context})
         assert code_points_before(page, "mark") == [start, "castle"]
         expect(page.locator("#facts")).to_contain_text("120 windows, 240 tokens")

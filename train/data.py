@@ -6,7 +6,8 @@ from pathlib import Path
 
 from bertship.errors import InputError
 from bertship.tasks import Example, Task
-from bertship.tasks.readers import is_test, read_split
+from bertship.tasks.holding_out import part
+from bertship.tasks.readers import held_out, is_test, read_split
 from train.sources import LABELLED
 
 SAMPLES = Path(__file__).parents[1] / "bertship" / "tasks" / "samples"
@@ -21,9 +22,7 @@ def load_examples(task: Task, data: str | None, split: str, report: Callable[[st
     """
     if data:
         if _is_hub_name(data):
-            from bertship.tasks.hub import read_hub
-
-            return _checked(task, read_hub(task, data, split, report), split)
+            return _checked(task, _from_hub(task, data, split, report), split)
         return _checked(task, read_split(task, Path(data), split, report), split)
     if task.packaged and not is_test(split):
         return _checked(task, LABELLED[task.packaged](task, split, report), split)
@@ -40,6 +39,19 @@ def load_examples(task: Task, data: str | None, split: str, report: Callable[[st
         )
         return _checked(task, examples, split)
     raise InputError(f"task {task.name} needs data: give DATA= (--data), a folder with its files")
+
+
+def _from_hub(task: Task, data: str, split: str, report: Callable[[str], None]) -> list[Example]:
+    """One split of a set on the hub; where the task holds dev out of training, of its training split."""
+    from bertship.tasks.hub import read_hub
+
+    if not task.files.dev_share or split not in ("train", "dev"):
+        return read_hub(task, data, split, report)
+    examples = read_hub(task, data, "train", report)
+    found = part(task, examples, split)
+    if split == "dev":
+        report(f"dev is {held_out(task, len(found), len(examples))} of {data}")
+    return found
 
 
 def has_split(task: Task, data: str | None, split: str) -> bool:

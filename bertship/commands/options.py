@@ -62,13 +62,27 @@ PresetOption = Annotated[
     str, typer.Option("--preset", help="A size (tiny, mini, ..., large), or a .toml file.", autocompletion=_presets)
 ]
 RepositoryOption = Annotated[Path, typer.Option("--repository", help="The Triton model repository.")]
-UrlOption = Annotated[str, typer.Option("--url", help="http://HOST:PORT or grpc://HOST:PORT.")]
+UrlOption = Annotated[
+    str,
+    typer.Option("--url", help="http://HOST:PORT or grpc://HOST:PORT; the running server of `serve` if none."),
+]
 PrecisionOption = Annotated[str, typer.Option("--precision", help="auto, or of fp32, fp16, int8, int8_qdq.")]
 ParameterOption = Annotated[
     list[str] | None,
     typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="One of the task's request parameters, as top_k=5."),
 ]
-TextOption = Annotated[list[str] | None, typer.Option(help="A text; give the option again for several.")]
+_AGAIN = "give the option again to ask several at once."
+TextOption = Annotated[list[str] | None, typer.Option("--text", help=f"The text, or a pair's first one; {_AGAIN}")]
+TextPairOption = Annotated[list[str] | None, typer.Option("--text-pair", help=f"A pair's second text; {_AGAIN}")]
+QuestionOption = Annotated[
+    list[str] | None, typer.Option("--question", help=f"What is asked of the --context; {_AGAIN}")
+]
+ContextOption = Annotated[
+    list[str] | None, typer.Option("--context", help="The document that holds the answer, one for each --question.")
+]
+ChoiceOption = Annotated[
+    list[str] | None, typer.Option("--choice", help="How --text may go on; give it once for each choice.")
+]
 
 
 def get_task(name: str) -> Any:
@@ -112,6 +126,18 @@ def _with_line(message: str, file: str) -> str:
             if line := line_of(Path(path), f"{table}.{name}" if table else name):
                 return f"{place}, line {line}: {rest}"
     return message
+
+
+def server_of(runs: Path, url: str = "") -> str:
+    """The HTTP address of the server to ask: `url`, else the one that `serve` of these runs started, else the usual."""
+    if url:
+        return url
+    try:
+        running = load("serving.detached:running")
+    except InputError:  # the core and the client, installed without the stages
+        return URL
+    state = running(runs / "serve")
+    return str(state["http_url"]) if state else URL
 
 
 def need(directory: Path, command: str) -> None:

@@ -1,12 +1,11 @@
 """From an export to a repository, a server, answers and load."""
 
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,27 +13,35 @@ from bertship.commands.exporting import run_export
 from bertship.commands.options import (
     REPOSITORY,
     RUNS,
-    URL,
     BringOption,
+    ChoiceOption,
+    ContextOption,
     DataOption,
     InitOption,
     NameOption,
     ParameterOption,
     PrecisionOption,
     PresetOption,
+    QuestionOption,
     RepositoryOption,
     RunsOption,
     TaskOption,
     TextOption,
+    TextPairOption,
     UrlOption,
     find_task,
     get_task,
     need,
     parse_columns,
     parse_parameters,
+    server_of,
 )
-from bertship.console import load, read_samples, report, show
-from bertship.errors import InputError, ServerUnavailable
+from bertship.console import answer_lines, load, read_samples, report, show
+from bertship.errors import ClientError, InputError, ServerUnavailable, TaskUnavailable
+from bertship.shell import shown
+
+if TYPE_CHECKING:
+    from bertship.client import Client
 
 LOCAL = "127.0.0.1"
 
@@ -119,16 +126,18 @@ def stopped_in_order() -> Iterator[None]:
 
 
 def health(
-    url: Annotated[str, typer.Option("--url", help="http://HOST:PORT")] = URL,
+    url: Annotated[str, typer.Option("--url", help="http://HOST:PORT; the running server of `serve` if none.")] = "",
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task; without it, all of them.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="For each task's answer.")] = 5.0,
+    runs: RunsOption = RUNS,
 ) -> None:
     """Whether a server answers: one inference a task.
 
     A probe for whoever watches a server: exit 0 where every task answers, else 1.
     """
-    from bertship.health import check, lines
+    from bertship.health import NO_ANSWER, check, lines
 
+    url = server_of(runs, url)
     try:
         results = check(url, task or (), timeout_s)
     except ValueError as error:
@@ -138,7 +147,9 @@ def health(
     show({"healthy": healthy, "url": url, "tasks": tasks}, lines(results))
     if not healthy:
         problems = "; ".join(f"{result.task} {result.problem}".strip() for result in results if not result.ok)
-        raise ServerUnavailable(f"{url} is not healthy: {problems}")
+        away = all(result.problem.startswith(NO_ANSWER) for result in results)
+        hint = "; start one with `make serve`, or name another with --url" if away else ""
+        raise ServerUnavailable(f"{url} is not healthy: {problems}{hint}")
 
 
 def deploy(
@@ -185,26 +196,44 @@ def stop(runs: RunsOption = RUNS) -> None:
 def ask(
     task: TaskOption = "sst2",
     text: TextOption = None,
-    text_pair: TextOption = None,
-    question: TextOption = None,
-    context: TextOption = None,
+    text_pair: TextPairOption = None,
+    question: QuestionOption = None,
+    context: ContextOption = None,
     parameter: ParameterOption = None,
-    choice: TextOption = None,
-    url: UrlOption = URL,
-    timeout_s: Annotated[float, typer.Option(min=0.1)] = 30.0,
+    choice: ChoiceOption = None,
+    url: UrlOption = "",
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="For the whole answer.")] = 30.0,
+    runs: RunsOption = RUNS,
 ) -> None:
     """Ask a served task.
 
     With --text, with --text and --text-pair, with --text and a --choice for each choice, or with --question and
-    --context.
+    --context. Probabilities are in the order of the task's labels, which are named beside them.
     """
     from bertship.client import Client
 
     columns = parse_columns(text, text_pair, question, context, choice)
     parameters = parse_parameters(parameter)
-    with Client(url, timeout_s) as client:
-        answers = client.ask(get_task(task).name if task.endswith(".toml") else task, parameters, **columns)
-    show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
+    name = get_task(task).name if task.endswith(".toml") else task
+    with Client(server_of(runs, url), timeout_s) as client:
+        try:
+            answers = client.ask(name, parameters, **columns)
+        except TaskUnavailable as error:
+            raise _with_served(error, client) from None
+        labels: tuple[str, ...] = ()
+        if any("PROBABILITIES" in answer for answer in answers):
+            with contextlib.suppress(ClientError):  # names are no part of the answer
+                labels = client.labels(name)
+    show({"answers": answers}, answer_lines(answers, labels))
+
+
+def _with_served(error: TaskUnavailable, client: "Client") -> TaskUnavailable:
+    """The error with what can be asked instead."""
+    try:
+        served = client.tasks()
+    except ClientError:
+        return error
+    return TaskUnavailable(f"{error}; served there: {', '.join(served) or 'nothing'}")
 
 
 def bench(
@@ -270,7 +299,8 @@ def bench(
             metrics_url=state["metrics_url"],
             server_pid=state["pid"],
         )
-    show(result, load("serving.bench:lines")(result))
+    out = runs / "bench" / definition.name
+    show(result, [*load("serving.bench:lines")(result), f"report: {shown(out / 'report.html')}"])
 
 
 def _tasks(models: list[str]) -> list[str]:

@@ -53,7 +53,7 @@ def check(
     findings = load("bertship.tasks.checking:check_data")(task, data, tokenizer)
     show({"task": task.name, **findings.as_dict()}, findings.lines())
     if findings.faults:
-        raise CheckFailed(f"{data} would spoil a training of {task.name}: {len(findings.faults)} faults, listed above")
+        raise CheckFailed(f"{data} would spoil a training of {task.name}, by what is listed above as a fault")
 
 
 @app.command()

@@ -1,7 +1,6 @@
 """Labelled data looked through before an hour is spent on training: what would spoil it, and what is only odd."""
 
 import collections
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from bertship.errors import InputError
+from bertship.errors import InputError, counted
 from bertship.tasks.base import Example, Task, nested
-from bertship.tasks.readers import READERS, find_split
+from bertship.tasks.holding_out import part, text_key
+from bertship.tasks.readers import READERS, find_split, held_out
 from bertship.tokenization import Tokenizer
 
 LEAK_SHARE = 0.01  # of the dev examples; more than that in the training split spoils what dev says
@@ -26,22 +26,26 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
     splits: dict[str, dict[str, Any]] = field(default_factory=dict)
     labels: list[str] = field(default_factory=list)
+    held_out: str = ""  # what the dev split is, where it is a share of the training file
 
     def as_dict(self) -> dict[str, Any]:
-        return {"faults": self.faults, "warnings": self.warnings, "labels": self.labels, "splits": self.splits}
+        return {"faults": self.faults, "warnings": self.warnings, "labels": self.labels, "splits": self.splits} | (
+            {"held_out": self.held_out} if self.held_out else {}
+        )
 
     def lines(self) -> list[str]:
         """The findings for people."""
         said = []
         for split, facts in self.splits.items():
-            said.append(f"{split}: {facts['rows']:,} rows of {facts['file']}")
+            held = f": {self.held_out}" if self.held_out and split == "dev" else ""
+            said.append(f"{split}: {counted(facts['rows'], 'row')} of {facts['file']}{held}")
             for name, quantiles in facts["lengths"].items():
                 said.append(f"  {name}: " + ", ".join(f"{key} {value:,}" for key, value in quantiles.items()))
             for label, count in facts["labels"].items():
                 said.append(f"  {label:<24} {count:>8,}  {count / max(sum(facts['labels'].values()), 1):6.1%}")
         said += [f"fault: {fault}" for fault in self.faults]
         said += [f"warning: {warning}" for warning in self.warnings]
-        return [*said, "nothing that would spoil training" if not self.faults else f"{len(self.faults)} faults"]
+        return [*said, *([] if self.faults else ["nothing that would spoil training"])]
 
 
 def check_data(task: Task, folder: Path, tokenizer: Tokenizer | None = None) -> Findings:
@@ -63,7 +67,7 @@ def check_data(task: Task, folder: Path, tokenizer: Tokenizer | None = None) -> 
     for split, examples in splits.items():
         _check_targets(task, split, examples, findings)
         _facts(task, folder, split, examples, tokenizer, findings)
-        _duplicates(split, [(_key(task, e), e) for e in examples], findings)
+        _duplicates(split, [(text_key(task, e), e) for e in examples], findings)
     _leaks(task, splits, findings)
     _labels(task, findings)
     return findings
@@ -82,9 +86,15 @@ def _read(task: Task, folder: Path, split: str, findings: Findings) -> list[Exam
     left_out: list[str] = []
     faults: list[str] = []
     examples = list(READERS[task.files.format](task, path, True, left_out, faults))
-    findings.faults += _some(faults, "rows that cannot be read", lambda fault: fault)
+    parted = task.files.dev_share > 0 and split in ("train", "dev")
+    if parted and examples:
+        every, examples = len(examples), part(task, examples, split)
+        if split == "dev":  # of the same file, whose rows have been judged
+            findings.held_out = held_out(task, len(examples), every)
+            return examples
+    findings.faults += _some(faults, "row that cannot be read", "rows that cannot be read", lambda fault: fault)
     if left_out:
-        findings.warnings.append(f"{path}: {len(left_out):,} rows are left out: {'; '.join(left_out[:_SHOWN])}")
+        findings.warnings.append(f"{path}: {counted(len(left_out), 'row')} left out: {'; '.join(left_out[:_SHOWN])}")
     if not examples:
         raise InputError(f"{path} holds no examples that can be read" + (f"; {faults[0]}" if faults else ""))
     return examples
@@ -98,10 +108,17 @@ def _check_targets(task: Task, split: str, examples: Sequence[Example], findings
             task.behaviour.check(task, [examples[0], example])
         except InputError as error:
             faults.append(str(error))
-    findings.faults += _some(list(dict.fromkeys(faults)), f"{split} rows with a target that does not fit", lambda f: f)
+    findings.faults += _some(
+        list(dict.fromkeys(faults)),
+        f"{split} row with a target that does not fit",
+        f"{split} rows with a target that does not fit",
+        lambda f: f,
+    )
     empty = [e for e in examples if any(not t.strip() for n in task.behaviour.inputs for t in nested(e.columns[n]))]
     if empty:
-        findings.warnings += _some(empty, f"{split} rows with an empty text", lambda e: e.where)
+        findings.warnings += _some(
+            empty, f"{split} row with an empty text", f"{split} rows with an empty text", lambda e: e.where
+        )
 
 
 def _facts(
@@ -124,7 +141,10 @@ def _facts(
         if cut:
             share = len(cut) / len(examples)
             findings.warnings += _some(
-                cut, f"{split} rows ({share:.1%}) are cut to max_tokens = {task.max_tokens}", lambda e: e.where
+                cut,
+                f"{split} row ({share:.1%}) is cut to max_tokens = {task.max_tokens}",
+                f"{split} rows ({share:.1%}) are cut to max_tokens = {task.max_tokens}",
+                lambda e: e.where,
             )
     findings.splits[split] = {
         "file": str(find_split(task, folder, split)),
@@ -156,23 +176,31 @@ def _duplicates(split: str, keyed: Sequence[tuple[str, Example]], findings: Find
     clashing = [group for group in same if len({str(e.target) for e in group}) > 1]
     places = lambda group: f"{group[0].where} and {_line(group[1].where)}"  # noqa: E731
     if same:
-        findings.warnings += _some(same, f"{split} texts that occur more than once", places)
+        findings.warnings += _some(
+            same, f"{split} text that occurs more than once", f"{split} texts that occur more than once", places
+        )
     if clashing:
-        findings.warnings += _some(clashing, f"{split} texts that occur with different labels", places)
+        findings.warnings += _some(
+            clashing,
+            f"{split} text that occurs with different labels",
+            f"{split} texts that occur with different labels",
+            places,
+        )
 
 
 def _leaks(task: Task, splits: dict[str, list[Example]], findings: Findings) -> None:
-    trained = {_key(task, example): example for example in splits["train"]}
+    trained = {text_key(task, example): example for example in splits["train"]}
     for split, examples in splits.items():
         if split == "train":
             continue
-        leaked = [example for example in examples if _key(task, example) in trained]
+        leaked = [example for example in examples if text_key(task, example) in trained]
         if leaked:
             share = len(leaked) / len(examples)
             found = _some(
                 leaked,
+                f"{split} text ({share:.1%}) that is in the training split too",
                 f"{split} texts ({share:.1%}) that are in the training split too",
-                lambda e: f"{e.where} is {_line(trained[_key(task, e)].where)} of train",
+                lambda e: f"{e.where} is {_line(trained[text_key(task, e)].where)} of train",
             )
             (findings.faults if share > LEAK_SHARE else findings.warnings).extend(found)
 
@@ -187,18 +215,12 @@ def _labels(task: Task, findings: Findings) -> None:
                 findings.faults.append(f"label {label!r} does not occur in the training split")
             elif train[label] < 8:
                 findings.warnings.append(
-                    f"label {label!r} occurs {train[label]} times in the training split: hardly learnt"
+                    f"label {label!r} occurs {counted(train[label], 'time')} in the training split: hardly learnt"
                 )
     for split, facts in findings.splits.items():
         for label in facts["labels"]:
             if label not in train:
                 findings.faults.append(f"{label!r} occurs in {split} and not in the training split")
-
-
-def _key(task: Task, example: Example) -> str:
-    """What two examples share that differ in case, spacing and punctuation alone."""
-    texts = (t for n in task.behaviour.inputs for t in nested(example.columns[n]))
-    return "\t".join(" ".join(re.findall(r"\w+", text.lower())) or text for text in texts)
 
 
 def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
@@ -210,9 +232,11 @@ def _line(where: str) -> str:
     return where.rpartition(", ")[2]
 
 
-def _some(items: Sequence[Any], what: str, place: Callable[[Any], str]) -> list[str]:
-    """One finding a kind: how many, and where the first ones are."""
+def _some(items: Sequence[Any], one: str, many: str, place: Callable[[Any], str]) -> list[str]:
+    """One finding a kind: how many (of `one`, or of `many`), and where the first ones are."""
     if not items:
         return []
     more = f"; and {len(items) - _SHOWN:,} more" if len(items) > _SHOWN else ""
-    return [f"{len(items):,} {what}: {'; '.join(place(item) for item in items[:_SHOWN])}{more}"]
+    return [
+        f"{len(items):,} {one if len(items) == 1 else many}: {'; '.join(place(item) for item in items[:_SHOWN])}{more}"
+    ]

@@ -8,7 +8,7 @@ metrics = ["f1"]
 [files]
 format = "csv"                 # tsv, csv or jsonl; token also conll, span also squad
 train = "train.csv"
-dev = "dev.csv"
+dev = "dev.csv"                # or a share of the training file to hold out: dev = 0.2
 target = "label"
 columns = { TEXT = "message" }
 """
@@ -31,6 +31,7 @@ _METRICS = {
 }
 _TABLES = ("tsv", "csv", "jsonl")
 _FORMATS = {"span": ("squad", *_TABLES), "token": ("conll", "jsonl")}  # by loss; the others are tables
+DEV_SHARES = (0.01, 0.5)
 _NUMBERS = {"max_tokens": (8, 512), "overlap": (0, 256), "max_characters": (1, 10_000_000)}
 
 
@@ -88,7 +89,7 @@ def task_from_toml(path: Path) -> Task:
         max_characters=numbers["max_characters"],
         options=dict(defaults.options),
         files=_files(path, _typed(path, "files", files, dict), kind),
-        training=_typed(path, "training", values.get("training", {}), dict),
+        training=_training(_typed(path, "training", values.get("training", {}), dict)),
         source=str(path),
     )
     parse(FinetuneConfig, dict(task.training), f"{path}, [training]")
@@ -97,6 +98,11 @@ def task_from_toml(path: Path) -> Task:
     except InputError as error:
         raise InputError(f"{path}, [options]: {error}") from None
     return dataclasses.replace(task, options=options)
+
+
+def _training(fields: dict[str, Any]) -> dict[str, Any]:
+    """Epochs that somebody asks for count: the least number of updates is for those who do not."""
+    return {"min_updates": 1, **fields} if "epochs" in fields else fields
 
 
 def _typed(path: Path, field: str, value: Any, needed: type) -> Any:
@@ -110,6 +116,16 @@ def _number(path: Path, field: str, value: Any, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InputError(f"{path}: {field} {value!r}: a whole number from {low} to {high} is needed")
     return value
+
+
+def _share(path: Path, value: Any) -> float:
+    low, high = DEV_SHARES
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise InputError(
+            f"{path}: files.dev {value!r}: a file's name, or a share from {low} to {high} of the training examples, "
+            "is needed"
+        )
+    return float(value)
 
 
 _FILES = (
@@ -162,12 +178,15 @@ def _files(path: Path, values: dict[str, Any], kind: str) -> Files:
                 )
         if name in lists and not several and form != "jsonl":
             raise InputError(f"{path}: files column for {name} is {column!r}; a list of columns is needed")
+    names = {split: values.get(split, f"{split}.{form}") for split in ("train", "dev", *({"test"} & values.keys()))}
+    share = 0.0
+    if not isinstance(names["dev"], str):
+        share = _share(path, names["dev"])
+        names["dev"] = names["train"]
     return Files(
         format=form,
-        splits={
-            split: (_typed(path, f"files.{split}", values.get(split, f"{split}.{form}"), str),)
-            for split in ("train", "dev", *({"test"} & values.keys()))
-        },
+        splits={split: (_typed(path, f"files.{split}", name, str),) for split, name in names.items()},
+        dev_share=share,
         columns={name: tuple(column) if isinstance(column, list) else column for name, column in columns.items()},
         target=target,
         prefix=_typed(path, "files.prefix", values.get("prefix", ""), str),

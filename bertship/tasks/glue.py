@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bertship.errors import InputError
-from bertship.metrics import score_labels, score_values
+from bertship.metrics import f1_note, score_labels, score_values
 from bertship.tasks.base import (
     Answers,
     Columns,
@@ -70,6 +70,9 @@ class Sentence(Kind):
     def score(self, task: Task, examples: Sequence[Example], answers: Answers) -> dict[str, float]:
         return score_labels(task.metrics, [e.target for e in examples], list(answers["LABEL"]), task.labels)
 
+    def metric_note(self, task: Task, metric: str) -> str:
+        return f1_note(task.labels) if metric == "f1" else ""
+
     def degenerate(self, task: Task, examples: Sequence[Example], answers: Answers) -> str:
         predicted = set(answers["LABEL"])
         if len(predicted) == 1 and len({example.target for example in examples}) > 1:
@@ -83,13 +86,23 @@ class Sentence(Kind):
         ]
 
     def tables(self, task: Task, examples: Sequence[Example], answers: Answers) -> list[Table]:
-        """The confusion matrix: a row a label of the data, a column a label that was answered."""
+        """Precision, recall and F1 of each label, and the confusion matrix: a row a label of the data, a column an
+        answered one.
+        """
         counts = Counter(zip((e.target for e in examples), answers["LABEL"], strict=True))
-        rows = []
-        for gold in task.labels:
-            found = [counts[gold, label] for label in task.labels]
-            rows.append((gold, *found, counts[gold, gold] / sum(found) if sum(found) else 0.0))
-        return [("Confusion matrix", ("labelled \\ answered", *task.labels, "recall"), rows)]
+        matrix, scores = [], []
+        for label in task.labels:
+            row = [counts[label, answered] for answered in task.labels]
+            wanted, given = sum(row), sum(counts[gold, label] for gold in task.labels)
+            right = counts[label, label]
+            precision, recall = (right / n if n else 0.0 for n in (given, wanted))
+            f1 = 2 * right / (wanted + given) if wanted + given else 0.0
+            matrix.append((label, *row))
+            scores.append((label, wanted, given, precision, recall, f1))
+        return [
+            ("By label", ("label", "labelled", "answered", "precision", "recall", "F1"), scores),
+            ("Confusion matrix", ("labelled \\ answered", *task.labels), matrix),
+        ]
 
     def decisions(self, answers: Answers) -> list[Any]:
         return list(answers["LABEL"])

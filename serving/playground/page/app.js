@@ -103,6 +103,8 @@ function choose() {
   page.drafts.set(task.name, draft);
   $("fields").replaceChildren(...task.inputs.map((tensor, i) => field(tensor, i)));
   $("parameters").value = draft.parameters;
+  // a task that takes none has no field for them; one whose options are not known here may
+  $("more").hidden = task.options !== null && !Object.keys(task.options).length;
   $("example").hidden = !task.examples.length;
   const blank = task.inputs.every(({ name }) => !draft.values[name]);
   if (!blank) ask();
@@ -209,7 +211,7 @@ function values() {
 
 function changed() {
   $("answer").classList.add("stale");
-  code();
+  showCode();
   clearTimeout(pause);
   const size = Object.values(values()).flat().reduce((total, text) => total + text.length, 0);
   if (!size) rest();
@@ -224,7 +226,7 @@ function rest() {
   $("result").replaceChildren(el("p", { className: "rest" }, "Type something, or take an example."));
   $("facts").replaceChildren();
   $("answer").classList.remove("stale", "failed", "busy");
-  code();
+  showCode();
 }
 
 async function ask() {
@@ -234,7 +236,7 @@ async function ask() {
   const mine = ++page.sequence;
   const { task } = page;
   const given = values();
-  code();
+  showCode();
   let parameters;
   try {
     parameters = parseParameters($("parameters").value);
@@ -250,7 +252,7 @@ async function ask() {
     const text = await response.text();
     if (mine !== page.sequence) return;
     if (!response.ok) {
-      refused(response.status, messageOf(text));
+      refused(response.status, messageOf(text), text);
       status(response.status < 500 || response.status === 500, page.server.replace("http://", ""));
       return;
     }
@@ -293,7 +295,7 @@ function answered(task, reply, given, response) {
     fact("version", "", "The model's version on the server"),
     ...(answer.TRUNCATED ? [fact("truncated", "truncated", "The text was longer than the model takes: its end was not read")] : []),
   );
-  code();
+  showCode();
 }
 
 /** An answer that takes its time: say that it comes, and from how much. */
@@ -331,14 +333,16 @@ async function rows(task, options) {
   }
 }
 
-function refused(code, message) {
+/** `text`: the reply as it came, where there was one. */
+function refused(code, message, text = "") {
   const title = code ? `The request was refused (${code})` : "The request was not sent";
   const node = el("div", { className: "refused", role: "alert" }, el("b", {}, code >= 500 ? `The server failed (${code})` : title), el("code", {}, message));
   $("result").replaceChildren(node);
   $("facts").replaceChildren();
   $("answer").classList.remove("stale", "busy");
   $("answer").classList.add("failed");
-  page.raw = "";
+  page.raw = text;
+  showCode();
 }
 
 // ---- the same in code
@@ -355,13 +359,20 @@ function snippet(given) {
   }
   if (page.language === "python") return pythonCode(page.server, page.task, given, parameters);
   if (page.language === "curl") return curl(page.server, page.task, requestBody(page.task, given, parameters));
-  return page.raw ? JSON.stringify(JSON.parse(page.raw), null, 1) : "";
+  try {
+    return JSON.stringify(JSON.parse(page.raw), null, 1);
+  } catch {
+    return page.raw; // nothing, or what is no JSON, as it came
+  }
 }
 
-function code() {
+function showCode() {
   if (!page.task) return;
   const [short, cut] = shorten(values());
-  $("snippet").textContent = snippet(short);
+  const text = snippet(short);
+  $("snippet").textContent = text || "There is no reply yet.";
+  $("snippet").classList.toggle("empty", !text);
+  $("copy").disabled = !text;
   $("shortened").hidden = !cut || page.language === "reply";
 }
 
@@ -379,7 +390,7 @@ function languages() {
       tab.tabIndex = chosen ? 0 : -1;
     }
     $("snippet").setAttribute("aria-labelledby", `tab-${name}`);
-    code();
+    showCode();
   };
   $("languages").addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
