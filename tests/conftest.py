@@ -22,6 +22,8 @@ from serving.repository import ready_models
 from serving.server import TritonServer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests give their data, or want the sample
+# messages name `bertship` as the reader can start it: here by its name, as in an activated environment
+os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 # run in the background of a script, tests would ignore Ctrl-C, and so would every process that they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
