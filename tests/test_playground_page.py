@@ -321,6 +321,40 @@ def test_errors_are_the_servers_own(playground, open_page, line):
     expect(page.locator(".candidate")).to_have_count(2)
 
 
+def test_the_reply_is_that_of_the_last_request(playground, open_page):
+    page = open_page(playground, "squad")
+    ask(page, ASK["squad"], "top_k=2")
+    page.get_by_role("tab", name="Reply").click()
+    reply, copy = page.locator("#snippet"), page.get_by_role("button", name="Copy")
+    assert "outputs" in json.loads(reply.inner_text())
+    ask(page, {}, "top_k=0")
+    assert json.loads(reply.inner_text()).keys() == {"error"}, "a refusal is the reply, not what came before it"
+    ask(page, {}, "top_k=2")
+    assert "outputs" in json.loads(reply.inner_text())
+    page.get_by_role("button", name="Clear").click()
+    expect(reply).to_have_text("There is no reply yet.")
+    expect(copy).to_be_disabled()
+    page.get_by_role("tab", name="curl").click()
+    expect(copy).to_be_enabled()
+
+
+def test_parameters_are_there_for_a_task_that_takes_some(playground, open_page):
+    page = open_page(playground, "squad")
+    expect(page.locator("#more")).to_be_visible()
+    page = open_page(playground, "sst2")
+    expect(page.locator("#answer")).to_be_visible()
+    expect(page.locator("#more")).to_be_hidden()
+
+
+@pytest.mark.parametrize("width", [1181, 1200, 1280, 1440])
+def test_the_buttons_are_one_row(playground, open_page, width):
+    page = open_page(playground, "sst2", size={"width": width, "height": 900})
+    tops = page.locator(".actions > :not([hidden])").evaluate_all(
+        "(nodes) => nodes.map((node) => { const r = node.getBoundingClientRect(); return r.top + r.height / 2; })"
+    )
+    assert len(tops) == 4 and max(tops) - min(tops) < 8, tops
+
+
 @pytest.mark.parametrize("task", ["sst2", "squad", "mnli"])
 def test_the_code_does_what_the_page_does(playground, open_page, task):
     """Copied as a person copies it, and run: whatever is in the text."""
