@@ -60,7 +60,8 @@ help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14 | sed 's/^/  make /'
 	@echo; echo "  variables: TASK=$(TASK) PRESET=$(PRESET) PRECISION=$(PRECISION) INIT= DATA= SEED= SEEDS= LAYERS= HEAD= NAME=$(NAME) GPUS=$(GPUS) REPOSITORY=$(REPOSITORY)"
 	@echo "  for serve: HTTP_PORT=$(HTTP_PORT) GRPC_PORT=$(GRPC_PORT) METRICS_PORT=$(METRICS_PORT)      for playground: PLAYGROUND_PORT=$(PLAYGROUND_PORT)"
-	@echo "  for ask: TEXT= TEXT_PAIR= QUESTION= CONTEXT=      for set-up: PYTHON= TRITON_PYTHON= TORCH_INDEX_URL="
+	@echo "  for ask: TEXT= TEXT_PAIR= QUESTION= CONTEXT= HTTP_PORT= (else that of the running server)"
+	@echo "  for set-up: PYTHON= TRITON_PYTHON= TORCH_INDEX_URL=      for gpu-check, plan: CONTAINER=      for bench-peers: QUICK=      for clean: ALL="
 
 # a stamp, as a venv that was interrupted half-way has its interpreter already
 .venv/.made:

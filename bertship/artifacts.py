@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import bertship
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 
 MANIFEST = "manifest.json"
 # what readers take for granted of a stage's manifest, and its type; exports are carried from machine to machine
@@ -218,7 +218,7 @@ def _check_fields(path: Path, manifest: Mapping[str, Any], fields: Mapping[str, 
             raise InputError(f"{path}: {name} is {shown}, {_JSON_NAMES[kind]} is needed; make the directory again")
     for name, file in manifest.get("graphs", {}).items():
         if not isinstance(file, str):
-            raise InputError(f"{path}: the graph of {name} is {file!r:.60}, a file is needed; make the directory again")
+            raise InputError(f"{path}: the graph of {name} is {seen(file)}, a file is needed; make the directory again")
     for name, facts in manifest["files"].items():
         whole = isinstance(facts, dict) and isinstance(facts.get("bytes"), int) and isinstance(facts.get("sha256"), str)
         if not whole:

@@ -11,7 +11,6 @@ import numpy as np
 from bertship import wire
 from bertship.client import check_settings, infer_headers, infer_path
 from bertship.errors import ClientError, InvalidRequest, ServerFault
-from bertship.health import error_text
 from bertship.pipeline import as_records
 from bertship.results import Answer, Choice, Classification, Entities, R, Value, typed
 from bertship.wire import Address, ManyTexts, Texts
@@ -154,6 +153,18 @@ class AsyncClient:
         body = (await self._exchange(what, "GET", "/v2/models/stats", None, {}, self.timeout_s))[1]
         return wire.served_tasks(model["name"] for model in json.loads(body)["model_stats"])
 
+    async def labels(self, task: str) -> tuple[str, ...]:
+        """The labels of a task in the order of its PROBABILITIES, as `Client.labels` gives them."""
+        if self._address.grpc:
+            try:
+                config = (await self._grpc().get_model_config(task, headers=self._headers)).config
+            except Exception as error:
+                raise wire.grpc_error(task, self.url, error, self.timeout_s, self._max_bytes) from None
+            return wire.labels_of({name: value.string_value for name, value in config.parameters.items()})
+        path = infer_path(task).removesuffix("infer") + "config"
+        config = json.loads((await self._exchange(task, "GET", path, None, {}, self.timeout_s))[1])
+        return wire.labels_of({name: value["string_value"] for name, value in config.get("parameters", {}).items()})
+
     async def _typed(
         self, kind: type[R], task: str, columns: Mapping[str, Texts | None], parameters: Mapping[str, Any] | None = None
     ) -> Any:
@@ -205,8 +216,7 @@ class AsyncClient:
             raise InvalidRequest(f"{task}: the request cannot be sent: {' '.join(str(error).split())}") from None
         path, headers = infer_path(task), infer_headers(json_size)
         reply_headers, reply = await self._exchange(task, "POST", path, body, headers, left_s)
-        length = reply_headers.get("Inference-Header-Content-Length")
-        return wire.reply_tensors(module.parse_response_body(reply, header_length=int(length) if length else None))
+        return wire.parsed(self._protocol, task, self.url, reply_headers, reply)
 
     async def _exchange(
         self, task: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str], left_s: float
@@ -239,6 +249,5 @@ class AsyncClient:
             reason = str(error) or type(error).__name__
             raise ServerFault(f"{task}: the connection to {self.url} broke before the answer: {reason}") from None
         if status != 200:
-            said = error_text(content) or content[:200].decode("utf-8", "replace")
-            raise wire.refused(task, self.url, status, said, self.timeout_s, self._max_bytes)
+            raise wire.http_error(task, self.url, status, reply_headers, content, self.timeout_s, self._max_bytes)
         return reply_headers, content

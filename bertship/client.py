@@ -12,7 +12,6 @@ import numpy as np
 
 from bertship import wire
 from bertship.errors import ClientError, InputError, InvalidRequest, ServerFault
-from bertship.health import error_text
 from bertship.http_pool import HttpPool, NotConnected, ReplyTooLarge
 from bertship.pipeline import as_records
 from bertship.results import Answer, Choice, Classification, Entities, R, Value, typed
@@ -167,6 +166,23 @@ class Client:
         body = self._exchange(what, "GET", "/v2/models/stats", None, {}, self.timeout_s)[1]
         return wire.served_tasks(model["name"] for model in json.loads(body)["model_stats"])
 
+    def labels(self, task: str) -> tuple[str, ...]:
+        """The labels of a task in the order of its PROBABILITIES, as the server's configuration names them.
+
+        Empty for a task without them. Raises ClientError and its kinds.
+        """
+        if self._address.grpc:
+            try:
+                config = self._client.get_model_config(
+                    task, headers=self._headers, client_timeout=self.timeout_s
+                ).config
+            except Exception as error:
+                raise wire.grpc_error(task, self.url, error, self.timeout_s, self._max_bytes) from None
+            return wire.labels_of({name: value.string_value for name, value in config.parameters.items()})
+        path = infer_path(task).removesuffix("infer") + "config"
+        config = json.loads(self._exchange(task, "GET", path, None, {}, self.timeout_s)[1])
+        return wire.labels_of({name: value["string_value"] for name, value in config.get("parameters", {}).items()})
+
     def _typed(
         self, kind: type[R], task: str, columns: Mapping[str, Texts | None], parameters: Mapping[str, Any] | None = None
     ) -> Any:
@@ -200,8 +216,7 @@ class Client:
             raise InvalidRequest(f"{task}: the request cannot be sent: {' '.join(str(error).split())}") from None
         path, headers = infer_path(task), infer_headers(json_size)
         reply_headers, reply = self._exchange(task, "POST", path, body, headers, left_s)
-        length = reply_headers.get("Inference-Header-Content-Length")
-        return wire.reply_tensors(module.parse_response_body(reply, header_length=int(length) if length else None))
+        return wire.parsed(self._protocol, task, self.url, reply_headers, reply)
 
     def _exchange(
         self, task: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str], left_s: float
@@ -219,8 +234,7 @@ class Client:
             reason = str(error) or type(error).__name__
             raise ServerFault(f"{task}: the connection to {self.url} broke before the answer: {reason}") from None
         if status != 200:
-            said = error_text(reply) or reply[:200].decode("utf-8", "replace")
-            raise wire.refused(task, self.url, status, said, self.timeout_s, self._max_bytes)
+            raise wire.http_error(task, self.url, status, reply_headers, reply, self.timeout_s, self._max_bytes)
         return reply_headers, reply
 
     def _call(

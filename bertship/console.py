@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from bertship.errors import BertshipError, InputError
 from bertship.shell import typed_within
 
 _options: dict[str, bool] = {"json": False}
-_COARSE = ("epochs", "perplexity", "tokens_per_s", "train_seconds")  # of which ten thousandths say nothing
+_COARSE = ("epochs_run", "perplexity", "tokens_per_s")  # of which ten thousandths say nothing
 
 
 def load(where: str) -> Any:
@@ -50,20 +50,43 @@ def read_samples(export: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
-def metric_lines(metrics: dict[str, Any], indent: str = "  ") -> list[str]:
+def metric_lines(metrics: dict[str, Any], indent: str = "  ", notes: Mapping[str, str] | None = None) -> list[str]:
+    """Metrics by name, those of tables indented; a count or a duration in its own unit, a note behind its value."""
     lines = []
     for name, value in metrics.items():
+        note = f"  ({notes[name]})" if notes and notes.get(name) else ""
         if isinstance(value, dict):
             lines += [f"{indent}{name}", *metric_lines(value, indent + "  ")]
+        elif name.endswith("_seconds"):
+            lines.append(f"{indent}{name.removesuffix('_seconds'):<20} {value:,.1f} s{note}")
+        elif isinstance(value, float):
+            lines.append(f"{indent}{name:<20} {value:{'.1f' if name in _COARSE else '.4f'}}{note}")
         else:
-            shown = format(value, ".1f" if name in _COARSE else ".4f") if isinstance(value, float) else value
-            lines.append(f"{indent}{name:<20} {shown}")
+            shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+            lines.append(f"{indent}{name:<20} {shown}{note}")
     return lines
+
+
+def answer_lines(answers: list[dict[str, Any]], labels: Sequence[str] = ()) -> list[str]:
+    """Answers for people, a line of JSON each; PROBABILITIES by the names of the `labels`, in whose order they are."""
+    named = []
+    for answer in answers:
+        shares = answer.get("PROBABILITIES", [])
+        known = len(shares) == len(labels) > 0
+        named.append(answer | {"PROBABILITIES": dict(zip(labels, shares, strict=True))} if known else answer)
+    return [json.dumps(answer, ensure_ascii=False) for answer in named]
 
 
 def difference(value: float | None) -> str:
     """A difference of the gate's, for people; None is one that is not finite."""
     return "nan" if value is None else f"{value:.1e}"
+
+
+_LEGEND = (
+    "  mode: rows alone, or in batches padded to so many tokens; torch half: PyTorch itself in half precision",
+    "  largest, mean: differences of a logit from PyTorch's FP32, as shares of its largest one; same: equal decisions",
+    "  metric: on these texts, in brackets the change from PyTorch's; what FAILED is not published",
+)
 
 
 def parity_lines(manifest: dict[str, Any]) -> list[str]:
@@ -85,8 +108,7 @@ def parity_lines(manifest: dict[str, Any]) -> list[str]:
             f"{mean:>8} {result['agreement']:>8.2%}  {metric}"
             f"{'' if result['passed'] else '  FAILED'}"
         )
-    lines.append("  largest, mean: differences from PyTorch's logits, by the largest of them; same: equal decisions")
-    return lines
+    return [*lines, *_LEGEND]
 
 
 def run(app: Callable[..., Any]) -> None:

@@ -14,6 +14,17 @@ BertshipError
 """
 
 
+def seen(value: object, most: int = 60) -> str:
+    """A value for a message: as Python writes it, cut to `most` characters and an ellipsis where it is longer."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most].rstrip()} ..."
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `2,000 rows`: a number and what it counts, in messages."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 class BertshipError(Exception):
     """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
 
@@ -60,8 +71,3 @@ class RequestTimeout(ClientError):
 
 class ServerFault(ClientError):
     """The server failed at a request that it had taken, or the connection broke before its answer was there."""
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 row`, `2,000 rows`: a number and what it counts, in messages."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

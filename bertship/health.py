@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 _LATE = "no answer within"
+NO_ANSWER = "no answer:"  # how a problem begins where nobody listens, or what listens does not answer
 STEPS = ("tokenize", "encode", "decode")  # the models of a task's ensemble: TASK_tokenize, ...
 
 
@@ -78,7 +79,7 @@ class Endpoint:
         except TimeoutError:
             problem, status = f"{_LATE} {timeout_s:g} s", 0
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            problem, status = f"no answer: {error or type(error).__name__}", 0
+            problem, status = _no_answer(error), 0
         return TaskHealth(task, " ".join(problem.split()), time.monotonic() - started_s, status)
 
 
@@ -100,6 +101,10 @@ def error_text(body: bytes) -> str:
         return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
         return ""
+
+
+def _no_answer(error: Exception) -> str:
+    return f"{NO_ANSWER} {getattr(error, 'strerror', None) or error or type(error).__name__}"
 
 
 def tasks_of(statistics: Mapping[str, Any]) -> list[str]:
@@ -127,7 +132,7 @@ def check(url: str, tasks: Iterable[str] = (), timeout_s: float = 5.0) -> list[T
             names = tasks_of(json.loads(body)) if status == 200 else []
             problem = "" if names else "it serves no task" if status == 200 else f"HTTP status {status}"
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            problem = f"no answer: {error or type(error).__name__}"
+            problem = _no_answer(error)
         if problem:
             return [TaskHealth("", problem, time.monotonic() - started_s)]
     return [endpoint.probe(name, timeout_s) for name in names]

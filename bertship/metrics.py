@@ -29,6 +29,11 @@ def score_labels(
     return {name: float(known[name]()) for name in metrics}
 
 
+def f1_note(labels: Sequence[str]) -> str:
+    """Which F1 `score_labels` gives: of two labels that of the second one, of more the unweighted mean over all."""
+    return f"of {labels[1]}" if len(labels) == 2 else "macro"
+
+
 def score_values(metrics: Sequence[str], gold: Sequence[float], predicted: np.ndarray) -> dict[str, float]:
     """`pearson` and `spearman` correlation; 0 where either side is all the same, which correlates with nothing."""
     from scipy import stats

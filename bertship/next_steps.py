@@ -24,6 +24,16 @@ def next_steps(stage: str, directory: Path) -> list[str]:
     return _STAGES[stage](Path(shown(published(directory))), directory)
 
 
+def ending(stage: str, directory: Path) -> list[str]:
+    """The last lines of a command that made a run: where its page is, and how to go on."""
+    page = directory / "report.html"
+    lines = next_steps(stage, directory)
+    return [
+        *([f"report: {shown(page)}"] if page.is_file() else []),
+        *([f"next:   {typed(lines[0])}"] if lines else []),
+    ]
+
+
 def write_next(stage: str, directory: Path) -> None:
     """`NEXT.md` in a run's directory, for a run without a report; none where there is nothing to say."""
     lines = next_steps(stage, directory)

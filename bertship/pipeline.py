@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bertship.artifacts import check_files, read_manifest
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 from bertship.tasks.base import Answers, Columns, Encoded, Logits, Task, nested, read_options, row_table
 from bertship.tokenization import Row, Tokenizer
 
@@ -108,7 +108,7 @@ def check_columns(task: Task, columns: Columns) -> None:
         if name not in (*names, *task.behaviour.annotations):
             raise InputError(f"{task.name}: unknown input {name}; it takes {', '.join(names)}")
         if isinstance(texts, str | bytes) or not hasattr(texts, "__len__"):
-            raise InputError(f"{task.name}: {name} is {texts!r:.60}, a list of strings is needed")
+            raise InputError(f"{task.name}: {name} is {seen(texts)}, a list of strings is needed")
     lengths = {name: len(columns[name]) for name in names}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -125,7 +125,7 @@ def check_columns(task: Task, columns: Columns) -> None:
 
 def _check_list(task: Task, name: str, i: int, texts: Any, needed: int) -> None:
     if not isinstance(texts, list | tuple | np.ndarray):
-        raise InputError(f"{task.name}: {name}[{i}] is {texts!r:.60}, a list of strings is needed")
+        raise InputError(f"{task.name}: {name}[{i}] is {seen(texts)}, a list of strings is needed")
     if len(texts) != needed or len(texts) < 2:
         raise InputError(
             f"{task.name}: {name}[{i}] has {len(texts)} elements; two or more are needed, everywhere the same number"
@@ -136,7 +136,7 @@ def _check_list(task: Task, name: str, i: int, texts: Any, needed: int) -> None:
 
 def _check_text(task: Task, where: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise InputError(f"{task.name}: {where} is {text!r:.60}, a string is needed")
+        raise InputError(f"{task.name}: {where} is {seen(text)}, a string is needed")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -17,14 +17,12 @@ def to_stderr(line: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(
-    what: str, total: int, report: Callable[[str], None], done: int = 0, rated: bool = True
-) -> Iterator[Callable[[str], None]]:
+def progress(what: str, total: int, report: Callable[[str], None], done: int = 0) -> Iterator[Callable[[str], None]]:
     """Yield `advance(facts)`, to be called once a step with what is worth showing (`loss 3.21, 9,000 tokens/s`).
 
-    `done`: steps that an earlier run has made already; rate and time left are this run's. `rated`: whether steps a
-    second say anything, which they do not where a step is a measurement of many. On a terminal a bar shows
-    them; otherwise `report` gets a line every LINE_EVERY_S seconds. Of torchrun's processes the first alone shows it.
+    `done`: steps that an earlier run has made already; rate and time left are this run's. Steps a second are shown from
+    one on: of longer ones the time left says it all. On a terminal a bar shows them; otherwise `report` gets a line
+    every LINE_EVERY_S seconds. Of torchrun's processes the first alone shows it.
     """
     if os.environ.get("RANK", "0") != "0":
         yield lambda facts: None
@@ -46,7 +44,7 @@ def progress(
 
             def draw(facts: str) -> None:
                 speed = bar.tasks[0].speed
-                bar.update(task, advance=1, facts=facts, rate=f"{speed:.1f}/s" if speed and rated else "")
+                bar.update(task, advance=1, facts=facts, rate=f"{speed:.1f}/s" if speed and speed >= 1 else "")
 
             yield draw
         return
@@ -61,7 +59,7 @@ def progress(
         if now - last >= LINE_EVERY_S:
             last = now
             rate = (done - before) / (now - started)
-            shown = f"{rate:.1f} steps/s, " if rated else ""
+            shown = f"{rate:.1f} steps/s, " if rate >= 1 else ""
             report(f"{what} {done}/{total}: {facts}, {shown}{_spoken((total - done) / rate)} left")
 
     yield say

@@ -9,7 +9,10 @@ from bertship.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """`label` with its probability `score`; `probabilities` of all labels, in the task's order, add up to 1."""
+    """`label` with its probability `score`; `probabilities` of all labels add up to 1.
+
+    They are in the order of the labels in the task's `task.json`, which `Client.labels` names.
+    """
 
     label: str
     score: float

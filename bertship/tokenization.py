@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 NO_OFFSET = -1
@@ -252,8 +252,8 @@ def _settings(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(settings, dict):
-        raise InputError(f"{path} holds {settings!r:.40}, an object is needed")
+        raise InputError(f"{path} holds {seen(settings, 40)}, an object is needed")
     for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars"):
         if not isinstance(settings.get(name), bool | None):
-            raise InputError(f"{path}: {name} is {settings[name]!r:.40}, true or false is needed")
+            raise InputError(f"{path}: {name} is {seen(settings[name], 40)}, true or false is needed")
     return {name: value for name, value in settings.items() if value is not None}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 from bertship.pipeline import check_columns, check_size, encode
 from bertship.runners import OnnxRunner
 from bertship.tasks.base import Task, TensorSpec, read_options, row_table
@@ -206,7 +206,7 @@ class EncodeStep(_Step):
                 works.append(self.carried.pop(key))
                 responses[i] = self._nothing()
             else:  # failed meanwhile, or a key that is not ours
-                responses[i] = _invalid(f"{self.model}: no request is carried over as {key!r:.40}")
+                responses[i] = _invalid(f"{self.model}: no request is carried over as {seen(key, 40)}")
         turns = [(work, work.turn(TURN_TOKENS * self.runner.threads, self.runner.threads)) for work in works]
         ending = [(work, rows) for work, rows in turns if len(rows) == work.left]
         going_on = [(work, rows) for work, rows in turns if len(rows) < work.left]

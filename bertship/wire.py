@@ -1,8 +1,10 @@
 """What the clients share: addresses, texts as tensors, limits, and errors as `bertship.errors` names them."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from email.message import Message
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,17 @@ from bertship.errors import (
     ServerFault,
     ServerUnavailable,
     TaskUnavailable,
+    seen,
 )
-from bertship.health import STEPS
+from bertship.health import STEPS, error_text
 from bertship.tasks import KINDS
 
 ManyTexts = list[Any] | tuple[Any, ...] | np.ndarray
+Headers = Message | Mapping[str, str]
 Texts = str | bytes | ManyTexts | Sequence[Any]
 
 TABLES = {spec.name for kind in KINDS.values() for spec in kind.request() if len(spec.dims) > 1}  # lists of texts
+LABELS = "labels"  # the parameter of a task's ensemble that has its labels, as a JSON list
 POOL_SIZE = 32  # idle connections that are kept
 MAX_MESSAGE_MIB = 64  # far above the 4 MB that a request's 1,000,000 characters can come to
 _MIB = 1 << 20
@@ -74,7 +79,7 @@ def arrays(columns: Mapping[str, Texts]) -> dict[str, np.ndarray]:
             try:
                 texts = list(texts)
             except TypeError:
-                raise InputError(f"{name} is {texts!r:.60}, a text or a list of texts is needed") from None
+                raise InputError(f"{name} is {seen(texts)}, a text or a list of texts is needed") from None
         shape = np.shape(texts) if isinstance(texts, np.ndarray) else _shape(name, texts)
         values = np.empty(int(np.prod(shape)), object)
         values[:] = [_bytes(name, text) for text in _flat(texts)]
@@ -100,7 +105,7 @@ def _is_one(lists: Any) -> bool:
 def _lists(name: str, texts: Any) -> Any:
     """A column of lists of texts, of one list where it is one list alone. Raises InputError."""
     if isinstance(texts, str | bytes) or not hasattr(texts, "__len__"):
-        raise InputError(f"{name} is {texts!r:.60}; a list of texts, or a list of such lists, is needed")
+        raise InputError(f"{name} is {seen(texts)}; a list of texts, or a list of such lists, is needed")
     return [texts] if _is_one(texts) else texts
 
 
@@ -165,7 +170,7 @@ def timed_out(task: str, url: str, timeout_s: float) -> RequestTimeout:
 
 
 def unreachable(task: str, url: str, reason: object) -> ServerUnavailable:
-    return ServerUnavailable(f"{task}: no server at {url}: {reason}; start one with `make serve`")
+    return ServerUnavailable(f"{task}: no server at {url}: {reason}; start one with `make serve`, or give its address")
 
 
 def refused(task: str, url: str, status: int, message: str, timeout_s: float, max_bytes: int) -> ClientError:
@@ -189,6 +194,44 @@ def refused(task: str, url: str, status: int, message: str, timeout_s: float, ma
     if 400 <= status < 500:
         return InvalidRequest(message)
     return ServerFault(f"{task}: {url} failed: {message or f'HTTP status {status}'}")
+
+
+def http_error(
+    task: str, url: str, status: int, headers: Headers, reply: bytes, timeout_s: float, max_bytes: int
+) -> ClientError:
+    """An HTTP reply other than 200 as an error to raise: Triton's words, or that it is not Triton who answers."""
+    said = error_text(reply)
+    if not said and status in (404, 405, 501):  # Triton knows the path, and says in JSON what it lacks
+        return no_triton(task, url, f"HTTP status {status}", headers)
+    if not said and b"<" not in reply[:1].strip() and "html" not in headers.get("Content-Type", ""):
+        said = reply[:200].decode("utf-8", "replace")
+    return refused(task, url, status, said or f"HTTP status {status}", timeout_s, max_bytes)
+
+
+def no_triton(task: str, url: str, seen: str, headers: Headers) -> ServerUnavailable:
+    kind = headers.get("Content-Type", "").partition(";")[0]
+    return ServerUnavailable(
+        f"{task}: what answers at {url} is no Triton ({seen}{f', {kind}' if kind else ''}): give the server's own "
+        "address, or start it on another port (`make serve HTTP_PORT=18000`)"
+    )
+
+
+def parsed(protocol: Any, task: str, url: str, headers: Headers, reply: bytes) -> dict[str, np.ndarray]:
+    """The tensors of an HTTP reply with status 200. Raises ServerUnavailable where it is none of Triton's."""
+    length = headers.get("Inference-Header-Content-Length")
+    try:
+        result = protocol.InferenceServerClient.parse_response_body(
+            reply, header_length=int(length) if length else None
+        )
+        return reply_tensors(result)
+    except (ValueError, KeyError, TypeError):
+        raise no_triton(task, url, "no inference reply", headers) from None
+
+
+def labels_of(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """The labels that a task's configuration on the server names, by its parameters: text by name; () for none."""
+    found = parameters.get(LABELS, "")
+    return tuple(json.loads(found)) if found else ()
 
 
 def grpc_error(task: str, url: str, error: Exception, timeout_s: float, max_bytes: int) -> ClientError:
@@ -254,7 +297,7 @@ def _bytes(name: str, text: Any) -> bytes:
     if isinstance(text, bytes):
         return text
     if not isinstance(text, str):
-        raise InputError(f"a text of {name} is {text!r:.60}, a string is needed")
+        raise InputError(f"a text of {name} is {seen(text)}, a string is needed")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:

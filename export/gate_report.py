@@ -80,6 +80,7 @@ def conclusions(results: Sequence[Mapping[str, Any]]) -> list[str]:
         used = max(map(_used, own))
         least = min(r["agreement"] for r in own)
         worst = max(own, key=_used)
+        share = "all" if least == 1 else f"at least {least:.2%}"
         verdict = "passes" if all(r["passed"] for r in own) else "FAILS"
         size = (
             f"the largest difference of a logit is {difference(worst['max_difference'])} of the largest "
@@ -88,7 +89,7 @@ def conclusions(results: Sequence[Mapping[str, Any]]) -> list[str]:
             if worst["max_difference"] is not None
             else f"logits are not finite ({worst['mode']})"
         )
-        sentence = f"{name} on {engine} {verdict}: at least {least:.2%} of the decisions are PyTorch's, and {size}."
+        sentence = f"{name} on {engine} {verdict}: {share} of the decisions are PyTorch's, and {size}."
         scored = [r for r in own if r["artifact_metric"] is not None]
         if scored:
             change = min(r["artifact_metric"] - r["reference_metric"] for r in scored)

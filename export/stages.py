@@ -80,7 +80,7 @@ def _make(
             report(f"no training texts to take ranges from ({error}); the gate's own serve")
     fingerprint = fingerprint_of(source, precisions, examples, calibration, lenient, machine)
     if not force and is_current(out, fingerprint):
-        report(f"{out} is up to date")
+        report(f"{out} is up to date: nothing was made again (--force does), this is its result")
         manifest = read_manifest(out, "export")
     else:
         manifest = export_source(source, out, precisions, examples, report, lenient, calibration, machine, data)

@@ -25,7 +25,7 @@ from typing import Any
 
 from bertship import artifacts
 from bertship.client import Client
-from bertship.errors import InputError, ServerUnavailable
+from bertship.errors import InputError, ServerUnavailable, seen
 from bertship.progress import progress
 from bertship.triton_limits import FLUSH_S
 from serving.bench_report import lines, plot, to_csv, write_page
@@ -130,7 +130,7 @@ def bench(
         )
     with (
         tempfile.TemporaryDirectory(prefix="bertship-bench-") as folder,
-        progress("bench", len(protocols) * len(loads), report, rated=False) as advance,
+        progress("bench", len(protocols) * len(loads), report) as advance,
     ):
         analyzer = PerfAnalyzer(triton.perf_analyzer, addresses, task_name, Path(folder), entries)
         for protocol in protocols:
@@ -259,7 +259,7 @@ def _tensor(value: Any, where: str) -> dict[str, Any]:
     """One element of a list input: a text, or the list of its choices."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise InputError(f"{where} is {value!r:.60}, a string or a list of strings is needed")
+        raise InputError(f"{where} is {seen(value)}, a string or a list of strings is needed")
     return {"content": texts, "shape": [1] if isinstance(value, str) else [1, len(texts)]}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from bertship.client import Client
-from bertship.errors import CheckFailed, InputError
+from bertship.errors import CheckFailed, InputError, seen
 from bertship.pipeline import Pipeline
 from bertship.runners import OnnxRunner
 from bertship.tasks.base import Task
@@ -46,7 +46,7 @@ def check_answers(pipeline: Pipeline, url: str, samples: Sequence[dict[str, Any]
                 for i, (wanted, got) in enumerate(zip(values, served[name], strict=True)):
                     if not np.array_equal(wanted, got):
                         raise CheckFailed(
-                            f"{task.name} at {url}: {name} of sample {start + i} is {got!r:.80}, "
-                            f"`predict` gives {wanted!r:.80}"
+                            f"{task.name} at {url}: {name} of sample {start + i} is {seen(got, 80)}, "
+                            f"`predict` gives {seen(wanted, 80)}"
                         )
     return len(samples)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bertship.client import Client
-from bertship.errors import CheckFailed, InputError, ServerUnavailable
+from bertship.errors import CheckFailed, InputError, ServerUnavailable, seen
 
 WINDOWS = 3  # it judges the last three and reports them together; with fewer it reports nothing
 STRETCH = 1.2  # it takes windows longer than asked, by this factor
@@ -65,7 +65,7 @@ def parse_csv(text: str) -> dict[str, float]:
         return {name: round(float(row[column]) * scale, 6) for column, (name, scale) in _CSV_COLUMNS.items()}
     except (KeyError, TypeError, ValueError):
         wanted = ", ".join(_CSV_COLUMNS)
-        raise CheckFailed(f"perf_analyzer's report is {text!r:.200}: one row with {wanted} was expected") from None
+        raise CheckFailed(f"perf_analyzer's report is {seen(text, 200)}: one row with {wanted} was expected") from None
 
 
 class PerfAnalyzer:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 from bertship.runners import OnnxRunner
 from bertship.tasks.base import Task
 from bertship.triton_limits import PLAN_MAX_BATCH
@@ -72,7 +72,9 @@ def read_plan(facts: Mapping[str, Any], task: Task) -> Plan:
         shapes = [[tuple(map(int, profile[name])) for name in ("smallest", "largest")] for profile in profiles]
         bounds = [(rows, tokens) for rows, tokens in (shape for pair in shapes for shape in pair)]
     except (KeyError, TypeError, ValueError):
-        raise InputError(f"{where}: its profiles are {profiles!r:.100}; (rows, tokens) are needed: {REBUILD}") from None
+        raise InputError(
+            f"{where}: its profiles are {seen(profiles, 100)}; (rows, tokens) are needed: {REBUILD}"
+        ) from None
     if not bounds:
         raise InputError(f"{where}: it lists no profile: {REBUILD}")
     buckets = tuple(sorted({tokens for _, (_, tokens) in shapes}))

@@ -24,6 +24,7 @@ from bertship.runners import OnnxRunner
 from bertship.tasks import TASKS
 from bertship.tasks.base import Task, TensorSpec
 from bertship.triton_limits import CORES, MAX_QUEUE, MAX_ROWS, QUEUE_TIMEOUT_S
+from bertship.wire import LABELS
 from serving.plan import PLAN_FILE, Plan, default_plan, plan_of
 from serving.repository_lint import lint
 from serving.warmup import add_warmups
@@ -169,6 +170,8 @@ def _padding(plan: Plan) -> dict[str, str]:
 def _ensemble(task: Task, version: str) -> Any:
     config = pb.ModelConfig(name=task.name, platform="ensemble", max_batch_size=0)
     kind = task.behaviour
+    if task.labels and any(spec.name == "PROBABILITIES" for spec in kind.outputs(task)):
+        config.parameters[LABELS].string_value = json.dumps(task.labels, ensure_ascii=False)
     config.input.extend(_input(spec) for spec in _requests(task))
     config.output.extend(_output(spec) for spec in (*kind.outputs(task), TRUNCATED))
     texts = {name: name for name in kind.inputs}

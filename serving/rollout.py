@@ -20,7 +20,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from bertship.artifacts import check_files, publish, read_manifest, write_text
 from bertship.client import Client
-from bertship.errors import BertshipError, CheckFailed, InputError, ServerUnavailable
+from bertship.errors import BertshipError, CheckFailed, InputError, ServerUnavailable, seen
 from bertship.health import Endpoint
 from bertship.pipeline import from_export, graph_of
 from bertship.tasks import TASKS
@@ -293,7 +293,7 @@ def _compare(
         place = next(i for i, (a, b) in enumerate(zip(wanted, got, strict=True)) if a != b)
         raise CheckFailed(
             f"{agreement:.1%} of {len(samples)} samples are answered as PyTorch answered them, "
-            f"{limits['agreement']:.1%} needed; sample {place}: {got[place]!r:.60}, not {wanted[place]!r:.60}"
+            f"{limits['agreement']:.1%} needed; sample {place}: {seen(got[place])}, not {seen(wanted[place])}"
         )
     if wanted[0] is None:
         largest = float(np.abs(served["SCORE"] - recorded["SCORE"]).max())

@@ -20,6 +20,7 @@ class Model:
     version: str = "1"
     platform: str = "ensemble"
     pinned: int = -1  # the version that its steps are named in
+    labels: str = ""  # what its configuration says of them
     steps: str = ""  # whose steps they are, its own if none
 
 
@@ -49,7 +50,11 @@ class FakeTriton:
 
             def do_POST(self) -> None:
                 fake.seen.append(f"POST {self.path}")
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+                sent = self.rfile.read(int(self.headers["Content-Length"]))
+                # texts may follow as bytes
+                body = json.loads(
+                    sent[: int(self.headers.get("Inference-Header-Content-Length") or len(sent))] or b"{}"
+                )
                 name, _, version = self.path.removeprefix("/v2/models/").removesuffix("/infer").partition("/versions/")
                 name = unquote(name)
                 if name not in fake.models or (version and version != fake.models[name].version):
@@ -96,8 +101,8 @@ class FakeTriton:
             "model_version": model.pinned,
             "input_map": {n: n for n in model.inputs},
         }
-        steps = [step]
-        return 200, {"ensemble_scheduling": {"step": steps}}
+        parameters = {"labels": {"string_value": model.labels}} if model.labels else {}
+        return 200, {"ensemble_scheduling": {"step": [step]}, "parameters": parameters}
 
 
 def labelled(labels: list[str], choose: Callable[[str], int]) -> Model:

@@ -154,6 +154,11 @@ def test_a_refusal_before_anything_began_is_tried_again(ask: Ask, first: Any) ->
         ((404, {"error": "Request for unknown model: 'sst2' is not found"}), TaskUnavailable),
         ((503, {"error": "Request timeout expired"}), RequestTimeout),
         ((502, b"<html>a gateway's words</html>"), ServerFault),
+        ((404, b"<html>no such page</html>"), ServerUnavailable),
+        ((501, b"<!doctype html><p>Unsupported method"), ServerUnavailable),
+        ((404, {"detail": "Not Found"}), ServerUnavailable),
+        ((200, b"<html>hello</html>"), ServerUnavailable),
+        ((200, {"hello": "world"}), ServerUnavailable),
     ],
 )
 def test_nothing_else_is_tried_again(ask: Ask, reply: Any, error: type[ClientError]) -> None:
@@ -161,6 +166,8 @@ def test_nothing_else_is_tried_again(ask: Ask, reply: Any, error: type[ClientErr
     with fake(reply, (200, ANSWER), count=count) as url, pytest.raises(error) as caught:
         ask(url, 0.7)
     assert count == [1] and "\n" not in str(caught.value) and type(caught.value) is error
+    assert "<html" not in str(caught.value), "a page is no message"
+    assert ("is no Triton (" in str(caught.value)) == (error is ServerUnavailable)
 
 
 @BOTH
@@ -301,12 +308,15 @@ def test_the_asynchronous_client_answers_the_same(line: Line, which: int) -> Non
     texts = ["a lovely film " * n for n in range(1, 33)]
     with Client(line.urls[which]) as client:
         expected = [client.classify("sst2", text) for text in texts]
+        assert client.labels("sst2") == ("negative", "positive"), "in the order of PROBABILITIES"
+        assert client.labels("squad") == ()
         tasks, answer = client.tasks(), client.ask("squad", QUESTION="Where?", CONTEXT="In the garden.")
 
     async def ask() -> None:
         async with AsyncClient(line.urls[which], pool_size=8) as client:
             assert await asyncio.gather(*(client.classify("sst2", text) for text in texts)) == expected
             assert await client.tasks() == tasks
+            assert await client.labels("sst2") == ("negative", "positive") and await client.labels("ner") == ()
             assert await client.ready() and await client.ready("sst2") and not await client.ready("nope")
             assert await client.ask("squad", QUESTION="Where?", CONTEXT="In the garden.") == answer
             assert isinstance(await client.score("stsb", ["a"], ["b"]), list)

@@ -61,7 +61,7 @@ def test_serve_ask_stop(line, bertship, tmp_path):
     state = json.loads(out)
     try:
         question = ("--question", "Where did Anna go?", "--context", "Anna went to the market today.")
-        code, out, err = bertship("--json", "ask", "--task", "squad", "--url", state["http_url"], *question)
+        code, out, err = bertship("--json", "ask", "--task", "squad", "--runs", tmp_path, *question)
         assert code == 0, err
         assert json.loads(out)["answers"][0]["ANSWER"] == "market"
         code, out, err = bertship(
@@ -69,7 +69,10 @@ def test_serve_ask_stop(line, bertship, tmp_path):
         )
         assert code == 0 and '"ENTITIES"' in out, err
         code, _, err = bertship("serve", "--repository", line.repository, "--runs", tmp_path, *ports, "--detach")
-        assert code == 2 and "already runs" in err
+        assert code == 2 and "already runs" in err and "`bertship deploy runs/export/TASK`" in err
+        assert bertship("health", "--runs", tmp_path)[0] == 0, "the same server"
+        code, out, err = bertship("ask", "--task", "sst2", "--runs", tmp_path, "--text", "a lovely film")
+        assert set(json.loads(out)["PROBABILITIES"]) == {"negative", "positive"}, err
     finally:
         stopped = bertship("stop", "--runs", tmp_path)
     assert stopped == (0, "stopped\n", "")

@@ -57,7 +57,7 @@ def test_all_fields(tmp_path):
     )
     assert (task.max_tokens, task.overlap, task.max_characters, task.description) == (256, 64, 5000, "ours")
     assert task.options == {"top_k": 5, "max_answer_tokens": 30, "null_threshold": 1.0}
-    assert task.training == {"epochs": 4}
+    assert task.training == {"epochs": 4, "min_updates": 1}, "epochs that are asked for count"
     assert task.files.splits == {"train": ("a.json",), "dev": ("b.json",), "test": ("c.json",)}
 
 

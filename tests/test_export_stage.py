@@ -132,17 +132,17 @@ def test_what_is_up_to_date_is_not_made_again(quick, tmp_path, monkeypatch):
     out, lines = tmp_path / "export", []
     first = stages.make_export(quick, out, ["fp32"], None, lines.append)
     assert stages.make_export(quick, out, ["fp32"], None, lines.append) == first
-    assert lines[-1] == f"{out} is up to date"
+    assert lines[-1].startswith(f"{out} is up to date: nothing was made again")
     (out / "model.onnx").write_bytes(b"damaged")
     stages.make_export(quick, out, ["fp32"], None, lines.append)
-    assert lines[-1] != f"{out} is up to date"
+    assert "is up to date" not in lines[-1]
     OnnxRunner(out / "model.onnx")
     again = stages.make_export(quick, out, ["fp32", "fp16"], None, lines.append)
     assert set(again["graphs"]) == {"fp32", "fp16"}
     vnni = machine.find_machine().vnni
     monkeypatch.setattr(stages, "find_machine", lambda: machine.Machine(not vnni))  # for which another one may be best
     stages.make_export(quick, out, ["fp32", "fp16"], None, lines.append)
-    assert lines[-1] != f"{out} is up to date"
+    assert "is up to date" not in lines[-1]
 
 
 @pytest.mark.parametrize("vnni", [True, False])

@@ -150,7 +150,12 @@ def test_no_bar_and_no_control_codes_when_piped(monkeypatch):
         for _ in range(3):
             now[0] += 8
             advance("a fact")
-    assert said == ["work 2/4: a fact, 0.1 steps/s, 16 s left"]
+    assert said == ["work 2/4: a fact, 16 s left"], "of long steps the time left says it all"
+    with progress.progress("work", 40, said.append) as advance:
+        for _ in range(21):
+            now[0] += 0.5
+            advance("a fact")
+    assert said[1:] == ["work 20/40: a fact, 2.0 steps/s, 10 s left"]
 
 
 # ---- completion

@@ -107,5 +107,20 @@ def test_few_rows_leave_one_on_each_side(tmp_path):
 
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
     write_rows(tmp_path, rows_of(8))
-    with pytest.raises(InputError, match=r"all.csv is a file; name the folder that it is in"):
+    with pytest.raises(InputError, match=r"all.csv is a file, the folder .* is needed: give \S+"):
         read_split(own_task(tmp_path), tmp_path / "all.csv", "train")
+
+
+def test_sentences_of_conll_are_parted_too(tmp_path):
+    toml = 'name = "own"\nkind = "token"\n[files]\nformat = "conll"\ntrain = "all.txt"\ndev = 0.5\n'
+    (tmp_path / "own.toml").write_text(toml)
+    (tmp_path / "all.txt").write_text("\n\n".join(f"w{i} B-X" for i in range(20)) + "\n")
+    task = get_task(str(tmp_path / "own.toml"))
+    assert [len(read_split(task, tmp_path, split)) for split in ("train", "dev")] == [10, 10]
+
+
+def test_a_fault_of_the_file_is_found_once(tmp_path):
+    write_rows(tmp_path, rows_of(40))
+    with (tmp_path / "all.csv").open("a") as file:
+        file.write("a row of one field\n")
+    assert len(check_data(own_task(tmp_path), tmp_path).faults) == 1

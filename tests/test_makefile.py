@@ -1,5 +1,6 @@
 """The Makefile hands over what it was given, as it was given."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def test_ports_reach_the_server_and_the_question(tmp_path: Path) -> None:
     for port, option in enumerate(("--http-port", "--grpc-port", "--metrics-port"), 18000):
         assert serve[serve.index(option) + 1] == str(port)
     assert "http://127.0.0.1:18000" in arguments("ask", "HTTP_PORT=18000", "TEXT=x")
+    assert "--url" not in arguments("ask", "TEXT=x"), "the running server is found by what it left in runs/serve"
 
 
 def test_make_alone_lists_every_target() -> None:
@@ -68,3 +70,7 @@ def test_make_alone_lists_every_target() -> None:
     (phony,) = [line for line in makefile.splitlines() if line.startswith(".PHONY:")]
     for target in phony.removeprefix(".PHONY:").split():
         assert f"make {target} " in listed
+    known = re.findall(r"^(?:export )?([A-Z_]+) \?=", makefile, re.MULTILINE)
+    assert {"HTTP_PORT", "GRPC_PORT", "METRICS_PORT", "PLAYGROUND_PORT", "CONTAINER", "QUICK"} <= set(known)
+    for variable in known:
+        assert f"{variable}=" in listed, "a variable that one may set"

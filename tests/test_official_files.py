@@ -67,7 +67,7 @@ def test_qqp_has_ragged_rows_which_are_left_out_and_counted(tmp_path):
     )
     found, said = read(tmp_path, "qqp", "train.tsv", content)
     assert rows(found) == [('What is "a?', "What's a?", "duplicate"), ("c", "d", "not_duplicate")]
-    assert "2 rows are left out: line 3 has 4 columns, 6 expected; line 4 has 7 columns, 6 expected" in said[0]
+    assert "2 rows left out: line 3 has 4 columns, 6 expected; line 4 has 7 columns, 6 expected" in said[0]
     assert "holds 2 examples of qqp; the official train split has 363,849" in said[1]
 
 

@@ -88,7 +88,7 @@ def test_columns_by_number(tmp_path):
 @pytest.mark.parametrize(
     ("form", "content", "message"),
     [
-        ("tsv", "text\tlabel\na\t1\nb\n", r"train.tsv, line 3: 1 columns, 2 expected: \['b'\]"),
+        ("tsv", "text\tlabel\na\t1\nb\n", r"train.tsv, line 3: 1 column, 2 expected: \['b'\]"),
         ("tsv", "text\tlabel\na\tb\t1\n", "line 2: 3 columns, 2 expected"),
         ("tsv", "sentence\tlabel\na\t1\n", "no column 'text'; its columns are sentence, label"),
         ("tsv", "text\tgold\na\t1\n", "no column 'label'"),

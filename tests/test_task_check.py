@@ -33,7 +33,7 @@ def test_good_data_has_neither_faults_nor_warnings(tmp_path):
 @pytest.mark.parametrize(
     ("train", "dev", "says"),
     [
-        (GOOD_TRAIN + "short\n", GOOD_DEV, r"1 row that cannot be read: .*train.csv, line 42: 1 columns, 2 expected"),
+        (GOOD_TRAIN + "short\n", GOOD_DEV, r"1 row that cannot be read: .*train.csv, line 42: 1 column, 2 expected"),
         (GOOD_TRAIN + "a,\n", GOOD_DEV, "train.csv, line 42: the label is empty"),
         (GOOD_TRAIN, GOOD_DEV + "x,maybe\n", "dev.csv, line 22: label 'maybe' is unknown"),
         (GOOD_TRAIN, GOOD_TRAIN, r"40 dev texts \(100.0%\) found in the training split too: .*line 2 is line 2"),
@@ -106,7 +106,7 @@ def test_the_command_exits_with_1_on_a_fault(bertship, tmp_path):
     assert code == 0 and json.loads(out)["faults"] == [], err
     (tmp_path / "dev.csv").write_text(GOOD_TRAIN)
     code, out, err = bertship("task", "check", tmp_path / "own.toml", tmp_path)
-    assert code == 1 and "fault: 40 dev texts" in out and "would spoil a training of own: 1 faults" in err
+    assert code == 1 and "fault: 40 dev texts" in out and "would spoil a training of own: 1 fault, listed" in err
     code, _, err = bertship("task", "check", tmp_path / "own.toml", tmp_path / "none")
     assert code == 2 and "no such data folder" in err
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bertship.config import EncoderConfig, read_encoder_config
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 from bertship.tokenization import Tokenizer
 from train.heads import HeadedModel, MaskedLanguageModel, PretrainingModel
 
@@ -231,7 +231,7 @@ def _head_fits(model_class: type[HeadedModel], model_dir: Path) -> bool:
     """Whether the checkpoint's `classifier` means what this class's does: sentence and token heads share the name."""
     stated = _raw_config(model_dir).get("architectures") or []
     if not isinstance(stated, list):
-        raise InputError(f"{model_dir}/config.json: architectures is {stated!r:.60}, a list of classes is needed")
+        raise InputError(f"{model_dir}/config.json: architectures is {seen(stated)}, a list of classes is needed")
     return any(name in (model_class.ARCHITECTURE, *model_class.SAME_HEAD) for name in stated)
 
 

@@ -75,7 +75,7 @@ def make_corpus(
     own = Tokenizer.from_dir(Path(tokenizer)) if tokenizer else None
     inputs = find_inputs(list(sources) or [fetch("wikipedia", report) / "wikipedia.xml.bz2"], report)
     if not force and artifacts.is_current(out, fingerprint_of(inputs, config, own)):
-        report(f"{out} is up to date")
+        report(f"{out} is up to date: nothing was made again (--force does), this is its result")
         return artifacts.read_manifest(out)
     manifest = build_corpus(inputs, out, config, own, report, workers)
     write_next("corpus", out)

@@ -12,7 +12,7 @@ from bertship.shell import place, shown, shown_places
 from bertship.tasks import Example, Task
 from bertship.tasks.base import Answers
 from train.data import has_split
-from train.finetune_report import add_errors
+from train.finetune_report import add_errors, named_metric
 from train.finetuned import load_finetuned
 from train.scoring import evaluate
 from train.torch_runner import TorchRunner
@@ -66,8 +66,9 @@ def _publish(
                 (folder / name).write_text(text, encoding="utf-8")
         counts = ", ".join(counted(len(e), f"{split} example") for split, e in examples.items())
         page = Page(f"{task.name}: an evaluation", f"{shown(run)} on {counts}.")
-        page.text("Conclusion", f"{task.metrics[0]} {metrics[task.metrics[0]]:.4f} on the dev split.")
-        page.facts("Metrics", metrics)
+        first = task.metrics[0]
+        page.text("Conclusion", f"{named_metric(task, first)} {metrics[first]:.4f} on the dev split.")
+        page.facts("Metrics", {named_metric(task, name): value for name, value in metrics.items()})
         add_errors(page, task, examples["dev"], answered["dev"])
         page.facts("Run", shown_places(read_manifest(run, "finetune")["inputs"]))
         page.facts("Versions", versions())

@@ -107,6 +107,7 @@ def finetune(
         "task_file": _place(task.source or None),
         "train_examples": len(train),
         "dev_examples": len(dev),
+        "dev_share": task.files.dev_share or None,
     }
     task = with_features(task, config)
     say: Report = report if processes.main else lambda line: None
@@ -131,8 +132,8 @@ def _publish(training: Training, out: Path, best: Best, metrics: Mapping[str, fl
     measured = {
         **metrics,
         "best_step": best.step,
-        "updates": training.learner.steps,
-        "epochs": round(training.learner.epochs, 2),
+        "updates": done.update,
+        "epochs_run": round(training.epochs_of(done.update), 2),
         "train_seconds": round(done.seconds, 1),
         "tokens_per_second": round(done.tokens / done.seconds) if done.seconds else 0,
         "padding_share": round(1 - done.tokens / max(done.computed, 1), 4),

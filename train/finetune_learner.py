@@ -56,10 +56,8 @@ class FinetuneLearner:
     ) -> None:
         self.model, self.units, self.config, self.processes = model, units, config, processes
         self.loss, self.pad_id, self.cache = task.behaviour.loss, pad_id, cache
-        asked = round(len(units.units) * config.epochs / config.batch_size)
-        self.steps = max(config.min_updates, asked)
-        self.epochs = self.steps * config.batch_size / max(len(units.units), 1)
-        self.prolonged = self.steps > asked  # by min_updates
+        self.asked = max(1, round(len(units.units) * config.epochs / config.batch_size))  # updates that epochs make
+        self.steps = max(config.min_updates, self.asked)
         self.precision = pick_precision(config.precision, processes.device)
         self.pieces = UsedPieces(model.encoder, units.rows, pad_id) if cache is None else None
         self.training()

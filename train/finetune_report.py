@@ -38,10 +38,10 @@ def write_report(
     page = Report(
         f"{task.name}: a fine-tuned model",
         f"{f'{task.description}; ' if task.description else ''}{inputs['train_examples']:,} training and "
-        f"{inputs['dev_examples']:,} dev examples, started from {shown(inputs['init'])}.",
+        f"{inputs['dev_examples']:,} dev examples{_held_out(inputs)}, started from {shown(inputs['init'])}.",
     )
     page.text("Conclusion", *_conclusion(task, metrics, measured, inputs, degenerate))
-    page.facts("Metrics on the dev split", metrics)
+    page.facts("Metrics on the dev split", {named_metric(task, name): value for name, value in metrics.items()})
     updates = [line for line in history if "loss" in line]
     steps = [line["step"] for line in updates]
     page.curves("Loss", [Curve("training loss", steps, [line["loss"] for line in updates])], "update", "loss")
@@ -60,6 +60,17 @@ def write_report(
     page.command("Reproduce", training_command(task, config, inputs, published(path.parent)))
     page.command("Next", *next_steps("finetune", path.parent))
     page.write(path)
+
+
+def named_metric(task: Task, name: str) -> str:
+    """A metric's name with what it is of, where the name alone leaves that open."""
+    note = task.behaviour.metric_note(task, name)
+    return f"{name} ({note})" if note else name
+
+
+def _held_out(inputs: Mapping[str, Any]) -> str:
+    share = inputs.get("dev_share")
+    return f" (held out of the training file by their texts, dev = {share:g})" if share else ""
 
 
 def training_command(task: Task, config: FinetuneConfig, inputs: Mapping[str, Any], run: Path) -> str:
@@ -119,7 +130,10 @@ def _conclusion(
     task: Task, metrics: Mapping[str, float], measured: Mapping[str, Any], inputs: Mapping[str, Any], degenerate: str
 ) -> list[str]:
     metric = task.metrics[0]
-    said = [f"{metric} {metrics[metric]:.4f} on the dev split, after {measured['train_seconds']:,} s of training."]
+    said = [
+        f"{named_metric(task, metric)} {metrics[metric]:.4f} on the dev split, after {measured['updates']:,} updates "
+        f"(about {measured['epochs_run']:.3g} epochs) in {measured['train_seconds']:,.0f} s of training."
+    ]
     if degenerate:
         said.append(f"This run is degenerate: {degenerate}. Its metrics say nothing about the task.")
     if inputs.get("init_task"):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bertship.config import FinetuneConfig
-from bertship.errors import CheckFailed
+from bertship.errors import CheckFailed, counted
 from bertship.pipeline import Runner
 from bertship.progress import progress
 from bertship.tasks import Example, Task
@@ -129,14 +129,25 @@ class Training:
         self.guard = UpdateGuard(skipped=self.done.skipped, in_a_row=self.done.in_a_row)
         self.saved, self.cost_s = time.monotonic(), 0.0
         precision = str(self.learner.precision or torch.float32).removeprefix("torch.").replace("float32", "fp32")
-        passes = f"{self.learner.epochs:.1f} epochs"
-        if self.learner.prolonged:
-            passes += f" instead of {config.epochs:g}, as min_updates is {config.min_updates:,}"
         self.report(
             f"{len(train):,} examples, {len(units.rows):,} rows, {self.learner.steps:,} updates of {config.batch_size} "
-            f"({passes}) in {precision} on "
-            f"{f'{processes.count} x ' if processes.count > 1 else ''}{processes.device.type}"
+            f"in {precision} on {f'{processes.count} x ' if processes.count > 1 else ''}{processes.device.type}"
+            + self._floor()
         )
+
+    def _floor(self) -> str:
+        """Where the least number of updates makes more than the epochs ask for, how many epochs they are."""
+        learner, config = self.learner, self.config
+        if learner.steps == learner.asked:
+            return ""
+        return (
+            f": about {self.epochs_of(learner.steps):.3g} epochs, as min_updates = {config.min_updates} "
+            f"({config.epochs:g} epochs alone are {counted(learner.asked, 'update')}; --set epochs=N counts as it is)"
+        )
+
+    def epochs_of(self, updates: int) -> float:
+        """Passes over the training examples that so many updates are."""
+        return updates * self.config.batch_size / len(self.learner.units.units)
 
     def _newest(self) -> Snapshot | None:
         """The main process's choice: the others must not see another one."""
@@ -246,6 +257,8 @@ class Training:
         if config.evaluations > 1:
             now, best = found.metrics[metric], self.best.metrics[metric]
             self.report(f"step {done.update}: {metric} {now:.4f}, best {best:.4f}")
+        else:
+            self.report(f"dev split after update {done.update}: {metric} {found.metrics[metric]:.4f}")
         if config.patience and done.worse >= config.patience:
             self.report(f"no better {metric} in {done.worse} evaluations: stopping at step {done.update}")
             done.over = True

@@ -172,5 +172,5 @@ def make_evaluation(
 
 
 def _reused(out: Path, report: Report) -> dict[str, Any]:
-    report(f"{out} is up to date")
+    report(f"{out} is up to date: nothing was made again (--force does), this is its result")
     return read_manifest(out)

@@ -66,7 +66,10 @@ class TrainingData:
 
 def read_training_data(task: Task, data: str | None, settings: Mapping[str, Any], report: Report) -> TrainingData:
     """The splits of `task`; labels that it leaves open are taken from the training examples. Raises InputError."""
-    config = parse(FinetuneConfig, {**task.training, **settings}, f"settings of task {task.name}")
+    values = {**task.training, **settings}
+    if "epochs" in settings and "min_updates" not in settings:  # said outright, they count
+        values["min_updates"] = 1
+    config = parse(FinetuneConfig, values, f"settings of task {task.name}")
     if config.document_context:
         if task.behaviour.loss != "token" or task.files.format != "conll":
             raise InputError(f"document_context is for CoNLL files; task {task.name} reads {task.files.format}")

@@ -1,6 +1,5 @@
 """From a fine-tuned model to graphs behind the gate, and answers from them."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,15 +24,16 @@ from bertship.commands.options import (
     TextPairOption,
     find_task,
     need,
-    onwards,
     parse_columns,
     parse_numbers,
     parse_parameters,
     parse_precisions,
 )
 from bertship.commands.training import run_finetuning
-from bertship.console import load, parity_lines, report, show
+from bertship.console import answer_lines, load, parity_lines, report, show
 from bertship.errors import CheckFailed, InputError
+from bertship.next_steps import ending
+from bertship.shell import shown
 
 
 def export(
@@ -69,7 +69,7 @@ def export(
         manifest = make(definition, model_dir, out, precisions, data, report, force)
     best = manifest["best"]
     chosen = f"  best here: {best['precision']} on {best['engine']}, as {best['why']}"
-    show(manifest, [str(out), *parity_lines(manifest), chosen, "", *onwards("export", out, "repository")])
+    show(manifest, [str(out), *parity_lines(manifest), chosen, *ending("export", out)])
 
 
 def parity(
@@ -91,7 +91,7 @@ def parity(
     found, out = load("export.stages:make_parity")(export_dir, runs / "parity", data, report, full, engine, model)
     parity = found["metrics"]["parity"]
     result = {"export": str(export_dir), "written": str(out), "passed": found["passed"], "parity": parity}
-    show(result, [*parity_lines(found), f"files: {out}"])
+    show(result, [*parity_lines(found), f"report: {shown(out / 'report.html')}"])
     if not found["passed"]:
         raise CheckFailed(f"the parity gate refuses {found['task']}: {found['reasons']}")
 
@@ -131,7 +131,7 @@ def predict(
     pipeline = load("bertship.pipeline:from_export")(export, None if precision == "auto" else precision)
     columns = parse_columns(text, text_pair, question, context, choice)
     answers = pipeline.ask(columns, parse_parameters(parameter))
-    show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in answers])
+    show({"answers": answers}, answer_lines(answers, pipeline.task.labels))
 
 
 def bench_engine(
@@ -167,7 +167,10 @@ def bench_engine(
         mixed=mixed,
         report=report,
     )
-    show({"files": str(out), **result}, [*load("export.bench_report:lines")(result), f"files: {out}"])
+    show(
+        {"files": str(out), **result},
+        [*load("export.bench_report:lines")(result), f"files: {out}", *ending("bench-engine", out)],
+    )
 
 
 def run_export(

@@ -71,12 +71,18 @@ ParameterOption = Annotated[
     list[str] | None,
     typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="One of the task's request parameters, as top_k=5."),
 ]
-_AGAIN = "give the option again for several"
-TextOption = Annotated[list[str] | None, typer.Option(help=f"The text to judge; {_AGAIN}.")]
-TextPairOption = Annotated[list[str] | None, typer.Option(help="The second text of a pair, one for each --text.")]
-QuestionOption = Annotated[list[str] | None, typer.Option(help=f"A question about --context; {_AGAIN}.")]
-ContextOption = Annotated[list[str] | None, typer.Option(help="The document to find the answer in, one a --question.")]
-ChoiceOption = Annotated[list[str] | None, typer.Option(help="One of the choices for --text; give all of them.")]
+_AGAIN = "give the option again to ask several at once."
+TextOption = Annotated[list[str] | None, typer.Option("--text", help=f"The text, or a pair's first one; {_AGAIN}")]
+TextPairOption = Annotated[list[str] | None, typer.Option("--text-pair", help=f"A pair's second text; {_AGAIN}")]
+QuestionOption = Annotated[
+    list[str] | None, typer.Option("--question", help=f"What is asked of the --context; {_AGAIN}")
+]
+ContextOption = Annotated[
+    list[str] | None, typer.Option("--context", help="The document that holds the answer, one for each --question.")
+]
+ChoiceOption = Annotated[
+    list[str] | None, typer.Option("--choice", help="How --text may go on; give it once for each choice.")
+]
 
 
 def get_task(name: str) -> Any:
@@ -105,14 +111,6 @@ def task_to_train(name: str, runs: Path) -> Any:
             raise
         file = load("bertship.shell:place")(known[0])
         raise InputError(f"{name} is trained by what its file says: --task {file} (TASK={file})") from None
-
-
-def onwards(stage: str, out: Path, command: str) -> list[str]:
-    """For the end of a run: where its page is, and the `command` that goes on from it, as it can be pasted."""
-    steps = load("bertship.next_steps:next_steps")(stage, out)
-    typed = load("bertship.shell:typed")
-    following = [step for step in steps if step.startswith(f"bertship {command} ")]
-    return [f"report: {out / 'report.html'}", *(f"next:   {typed(step)}" for step in following)]
 
 
 def server_url(url: str, runs: Path) -> str:

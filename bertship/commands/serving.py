@@ -1,12 +1,11 @@
 """From an export to a repository, a server, answers and load."""
 
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,8 +37,12 @@ from bertship.commands.options import (
     parse_parameters,
     server_url,
 )
-from bertship.console import load, read_samples, report, show
-from bertship.errors import InputError, ServerUnavailable, TaskUnavailable
+from bertship.console import answer_lines, load, read_samples, report, show
+from bertship.errors import ClientError, InputError, ServerUnavailable, TaskUnavailable
+from bertship.shell import shown
+
+if TYPE_CHECKING:
+    from bertship.client import Client
 
 LOCAL = "127.0.0.1"
 
@@ -135,7 +138,7 @@ def health(
 
     A probe for whoever watches a server: exit 0 where every task answers, else 1.
     """
-    from bertship.health import check, lines
+    from bertship.health import NO_ANSWER, check, lines
 
     url = server_url(url, runs)
     try:
@@ -147,7 +150,9 @@ def health(
     show({"healthy": healthy, "url": url, "tasks": tasks}, lines(results))
     if not healthy:
         problems = "; ".join(f"{result.task} {result.problem}".strip() for result in results if not result.ok)
-        raise ServerUnavailable(f"{url} is not healthy: {problems}")
+        away = all(result.problem.startswith(NO_ANSWER) for result in results)
+        hint = "; start one with `make serve`, or name another with --url" if away else ""
+        raise ServerUnavailable(f"{url} is not healthy: {problems}{hint}")
 
 
 def deploy(
@@ -200,13 +205,13 @@ def ask(
     parameter: ParameterOption = None,
     choice: ChoiceOption = None,
     url: UrlOption = "",
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="For the answer.")] = 30.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="For the whole answer.")] = 30.0,
     runs: RunsOption = RUNS,
 ) -> None:
     """Ask a served task.
 
     With --text, with --text and --text-pair, with --text and a --choice for each choice, or with --question and
-    --context.
+    --context. Probabilities are in the order of the task's labels, which are named beside them.
     """
     from bertship.client import Client
 
@@ -217,24 +222,21 @@ def ask(
         try:
             answers = client.ask(name, parameters, **columns)
         except TaskUnavailable as error:
-            served = [other for other in client.tasks() if other != name]
-            raise TaskUnavailable(f"{error}; served: {', '.join(served)}" if served else str(error)) from None
-    show({"answers": answers}, [json.dumps(answer, ensure_ascii=False) for answer in _named(answers, name, runs)])
+            raise _with_served(error, client) from None
+        labels: tuple[str, ...] = ()
+        if any("PROBABILITIES" in answer for answer in answers):
+            with contextlib.suppress(ClientError):  # names are no part of the answer
+                labels = client.labels(name)
+    show({"answers": answers}, answer_lines(answers, labels))
 
 
-def _named(answers: list[dict[str, Any]], task: str, runs: Path) -> list[dict[str, Any]]:
-    """The answers for people: each probability with its label, where the task's definition is at hand."""
+def _with_served(error: TaskUnavailable, client: "Client") -> TaskUnavailable:
+    """The error with what can be asked instead."""
     try:
-        labels = find_task(task, runs, REPOSITORY).labels
-    except InputError:
-        return answers
-    return [
-        {
-            n: dict(zip(labels, v, strict=True)) if n == "PROBABILITIES" and len(v) == len(labels) else v
-            for n, v in a.items()
-        }
-        for a in answers
-    ]
+        served = client.tasks()
+    except ClientError:
+        return error
+    return TaskUnavailable(f"{error}; served there: {', '.join(served) or 'nothing'}")
 
 
 def bench(
@@ -300,7 +302,8 @@ def bench(
             metrics_url=state["metrics_url"],
             server_pid=state["pid"],
         )
-    show(result, load("serving.bench:lines")(result))
+    out = runs / "bench" / definition.name
+    show(result, [*load("serving.bench:lines")(result), f"report: {shown(out / 'report.html')}"])
 
 
 def _tasks(models: list[str]) -> list[str]:

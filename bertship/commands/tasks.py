@@ -7,7 +7,7 @@ import typer
 
 from bertship.commands.options import RUNS, InitOption, NameOption, RunsOption, get_task
 from bertship.console import load, report, show
-from bertship.errors import CheckFailed
+from bertship.errors import CheckFailed, counted
 
 app = typer.Typer(name="task", help="The tasks, their data, and what leaderboards read.", no_args_is_help=True)
 
@@ -53,7 +53,9 @@ def check(
     findings = load("bertship.tasks.checking:check_data")(task, data, tokenizer)
     show({"task": task.name, **findings.as_dict()}, findings.lines())
     if findings.faults:
-        raise CheckFailed(f"{data} would spoil a training of {task.name}: {len(findings.faults)} faults, listed above")
+        raise CheckFailed(
+            f"{data} would spoil a training of {task.name}: {counted(len(findings.faults), 'fault')}, listed above"
+        )
 
 
 @app.command()

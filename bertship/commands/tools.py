@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bertship.commands.options import REPOSITORY, RUNS, URL, RepositoryOption, RunsOption
+from bertship.commands.options import REPOSITORY, RUNS, RepositoryOption, RunsOption, server_url
 from bertship.console import load, report, show
 from bertship.errors import CheckFailed
 
@@ -44,7 +44,7 @@ def playground(
             free = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
             server.start(target, models=ready, log_path=runs / "playground" / "triton.log", **free)
             url = server.http_url
-        served = load("serving.playground:Served")(url or URL, target, runs)
+        served = load("serving.playground:Served")(server_url(url, runs), target, runs)
         tasks = [task["name"] for task in served.tasks()]
         page = stack.enter_context(load("serving.playground:Playground")(served, port, host))
         show(

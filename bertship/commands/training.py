@@ -19,12 +19,14 @@ from bertship.commands.options import (
     TaskOption,
     find_task,
     need,
-    onwards,
     parse_settings,
     plain_name,
     task_to_train,
 )
 from bertship.console import load, metric_lines, report, show
+from bertship.next_steps import ending
+from bertship.shell import shown
+from bertship.tasks.base import Task
 
 
 def demo(
@@ -65,7 +67,7 @@ def corpus(
     out = runs / "corpus" / name
     make = load("train.corpus:make_corpus")
     manifest = make(sources or [], out, parse_settings(settings), report, force, workers, tokenizer)
-    show(manifest, [str(out), *metric_lines(manifest["metrics"])])
+    show(manifest, [str(out), *metric_lines(manifest["metrics"]), *ending("corpus", out)])
 
 
 def pretrain(
@@ -92,7 +94,7 @@ def pretrain(
     make_pretraining = load("train.stages:make_pretraining")
     manifest = make_pretraining(source, out, preset, parse_settings(settings), report, force, init)
     if os.environ.get("RANK", "0") == "0":  # torchrun's other processes have the same result
-        show(manifest, [str(out), *metric_lines(manifest["metrics"]), *onwards("pretrain", out, "finetune")])
+        show(manifest, [str(out), *metric_lines(manifest["metrics"]), *ending("pretrain", out)])
 
 
 def params(
@@ -125,8 +127,14 @@ def finetune(
     changes = parse_settings(settings)
     out, manifest = run_finetuning(task, init, preset, data, runs, name, changes, force, sweep, seeds)
     many = manifest["stage"] == "sweep"
-    said = [str(out), *(load("train.sweep:lines")(manifest) if many else metric_lines(manifest["metrics"]))]
-    said += onwards("finetune", out, "evaluate")
+    if many:
+        said = [
+            *load("train.sweep:lines")(manifest),
+            f"report: {shown(out.with_name(f'{out.name}.sweep'))}/report.html",
+        ]
+    else:
+        said = metric_lines(manifest["metrics"], notes=_notes(out))
+    said = [str(out), *said, *ending("finetune", out)]
     if os.environ.get("RANK", "0") == "0":  # torchrun's other processes have the same result
         show(manifest, said)
 
@@ -148,7 +156,13 @@ def evaluate(
     out = runs / "evaluate" / definition.name / name
     metrics = load("train.stages:make_evaluation")(definition, run, data, report, out)
     result = {"task": definition.name, "run": str(run), "written": str(out), "metrics": metrics}
-    show(result, [*metric_lines(metrics), f"report: {out / 'report.html'}"])
+    show(result, [*metric_lines(metrics, notes=_notes(run)), str(out), f"report: {shown(out / 'report.html')}"])
+
+
+def _notes(run: Path) -> dict[str, str]:
+    """What a run's metrics are of, where their names leave that open."""
+    task = Task.from_file(run / "task.json")
+    return {name: task.behaviour.metric_note(task, name) for name in task.metrics}
 
 
 def run_folder(runs: Path, task: str, name: str, init: Path) -> Path:

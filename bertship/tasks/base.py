@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 from bertship.tokenization import NO_OFFSET, Row, Tokenizer
 
 # a task's texts by tensor name, e.g. {"TEXT": [...]}; all lists have one length
@@ -243,6 +243,10 @@ class Kind(ABC):
     def score(self, task: Task, examples: Sequence[Example], answers: Answers) -> dict[str, float]:
         """The task's metrics (shares are 0..1)."""
 
+    def metric_note(self, task: Task, metric: str) -> str:
+        """What a metric is of or over, in a word or two, where its name leaves that open; "" where it does not."""
+        return ""
+
     @abstractmethod
     def degenerate(self, task: Task, examples: Sequence[Example], answers: Answers) -> str:
         """Why the answers show that nothing was learnt (one class for everything, say); "" where they do not."""
@@ -340,13 +344,13 @@ def read_options(task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:
             continue
         if option.choices:
             if value not in option.choices:
-                raise InputError(f"parameter {name}={value!r:.60}: one of {', '.join(option.choices)} is needed")
+                raise InputError(f"parameter {name}={seen(value)}: one of {', '.join(option.choices)} is needed")
             options[name] = value
             continue
         given_as, value = value, _number(value)
         if value is None or not option.low <= value <= option.high or (option.type is int and value != int(value)):
             raise InputError(
-                f"parameter {name}={given_as!r:.60}: {'a whole number' if option.type is int else 'a number'} "
+                f"parameter {name}={seen(given_as)}: {'a whole number' if option.type is int else 'a number'} "
                 f"from {option.low} to {option.high} is needed"
             )
         options[name] = option.type(value)

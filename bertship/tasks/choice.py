@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 from bertship.metrics import score_labels
 from bertship.tasks.base import (
     Answers,
@@ -121,7 +121,7 @@ class MultipleChoice(Kind):
             elif written.isascii() and written.isdigit():
                 target = int(written)
             else:
-                raise InputError(f"{where}: {written!r:.60} is no choice; its number from 0, or its letter, is needed")
+                raise InputError(f"{where}: {seen(written)} is no choice; its number from 0, or its letter, is needed")
         return Example(columns, target, where, id)
 
     def check(self, task: Task, examples: Sequence[Example]) -> None:

@@ -88,7 +88,7 @@ def task_from_toml(path: Path) -> Task:
         max_characters=numbers["max_characters"],
         options=dict(defaults.options),
         files=_files(path, _typed(path, "files", files, dict), kind),
-        training=_typed(path, "training", values.get("training", {}), dict),
+        training=_training(_typed(path, "training", values.get("training", {}), dict)),
         source=str(path),
     )
     parse(FinetuneConfig, dict(task.training), f"{path}, [training]")
@@ -97,6 +97,11 @@ def task_from_toml(path: Path) -> Task:
     except InputError as error:
         raise InputError(f"{path}, [options]: {error}") from None
     return dataclasses.replace(task, options=options)
+
+
+def _training(fields: dict[str, Any]) -> dict[str, Any]:
+    """Epochs that somebody asks for count: the least number of updates is for those who do not."""
+    return {"min_updates": 1, **fields} if "epochs" in fields else fields
 
 
 def _typed(path: Path, field: str, value: Any, needed: type) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bertship.errors import InputError
 from bertship.tasks.base import Example, Hub, Task
+from bertship.tasks.holdout import part_of
 
 # what hubs call a split of ours
 _SPLITS = {"train": ("train",), "dev": ("validation", "dev", "test"), "test": ("test",)}
@@ -22,7 +23,8 @@ def read_hub(task: Task, name: str, split: str, report: Callable[[str], None]) -
     datasets = _datasets()
     path, _, config = name.partition(":")
     hub = _layout_of(task, path, config)
-    wanted = hub.splits.get(split)
+    kept = "train" if split == "dev" and task.files.dev_share else split
+    wanted = hub.splits.get(kept)
     if wanted is None and hub.splits:
         raise InputError(f"{name} on the hub has no {split} split for task {task.name}; give DATA= a folder")
     try:
@@ -33,11 +35,11 @@ def read_hub(task: Task, name: str, split: str, report: Callable[[str], None]) -
             f"cannot get {name!r} from the Hugging Face hub ({type(error).__name__}: {reason}); check the name and the "
             "network, or give DATA= a folder"
         ) from None
-    chosen = next((known for known in ((wanted,) if wanted else _SPLITS.get(split, (split,))) if known in loaded), None)
+    chosen = next((known for known in ((wanted,) if wanted else _SPLITS.get(kept, (kept,))) if known in loaded), None)
     if chosen is None:
         raise InputError(f"{name} on the hub has no {split} split; it has {', '.join(loaded)}")
     report(f"{split} is the split {chosen!r} of {name} on the hub: {len(loaded[chosen]):,} rows")
-    return examples_of(task, hub, loaded[chosen], f"{name}, {chosen}", report)
+    return part_of(task, examples_of(task, hub, loaded[chosen], f"{name}, {chosen}", report), split)
 
 
 def examples_of(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 from bertship.metrics import score_entities
 from bertship.tasks.base import (
     Answers,
@@ -190,10 +190,12 @@ class Token(Kind):
             try:
                 entity = Entity(str(given["label"]), int(given["start"]), int(given["end"]))
             except (KeyError, TypeError, ValueError):
-                raise InputError(f"{where}: entity {given!r:.80}: label, start and end (code points) needed") from None
+                raise InputError(
+                    f"{where}: entity {seen(given, 80)}: label, start and end (code points) needed"
+                ) from None
             if entity.start not in starts or entity.end not in ends or entity.start >= entity.end:
                 raise InputError(
-                    f"{where}: entity {text[max(entity.start, 0) : max(entity.end, 0)]!r:.60} at {entity.start} to "
+                    f"{where}: entity {seen(text[max(entity.start, 0) : max(entity.end, 0)], 60)} at {entity.start} to "
                     f"{entity.end} does not begin and end where words do; correct its places"
                 )
             entities.append(entity)

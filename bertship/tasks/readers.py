@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bertship.errors import InputError, counted
+from bertship.errors import InputError, counted, seen
 from bertship.tasks.base import KINDS, Example, Task, nested
 from bertship.tasks.holdout import part_of
 from bertship.tasks.ner import words_example
@@ -43,7 +43,7 @@ def read_split(
     examples = list(READERS[task.files.format](task, path, not is_test(split), left_out))
     if left_out:
         named = "; ".join(left_out[:3]) + (" ..." if len(left_out) > 3 else "")
-        report(f"WARNING: {path}: {len(left_out):,} rows are left out: {named}")
+        report(f"WARNING: {path}: {counted(len(left_out), 'row')} left out: {named}")
     if not examples:
         raise InputError(f"{path} holds no examples")
     whole = len(examples)
@@ -57,7 +57,7 @@ def read_split(
     for example in examples:
         for text in (text for name in task.behaviour.inputs for text in nested(example.columns[name])):
             if not _encodable(text):
-                raise InputError(f"{example.where}: a lone surrogate stands in {text!r:.60}; repair the text")
+                raise InputError(f"{example.where}: a lone surrogate stands in {seen(text)}; repair the text")
     return examples
 
 
@@ -69,7 +69,10 @@ def is_test(split: str) -> bool:
 def find_split(task: Task, folder: Path, split: str) -> Path:
     """The split's file, in `folder` or in the official archive's folder below it. Raises InputError."""
     if folder.is_file():
-        raise InputError(f"{folder} is a file; name the folder that it is in, and the file in the task's [files]")
+        raise InputError(
+            f"{folder} is a file, the folder that holds the task's files is needed: give {folder.parent}, and the "
+            f"file's name in the task's [files] (train = \"{folder.name}\")"
+        )
     if not folder.is_dir():
         raise InputError(f"no such data folder: {folder}")
     names = task.files.splits.get("train" if split == "dev" and task.files.dev_share else split, ())
@@ -152,10 +155,10 @@ def _record(task: Task, layout: _Layout, row: Any, where: str) -> Example | None
         value = [row[p] for p in place] if isinstance(place, list) else row[place]
         parts = [value] if isinstance(value, str) else value
         if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-            raise InputError(f"{where}: the field for {name} is {value!r:.60}, a string is needed")
+            raise InputError(f"{where}: the field for {name} is {seen(value)}, a string is needed")
         wanted = _RANKS[task.kind][name]
         if (wanted == 1) != isinstance(value, str):
-            raise InputError(f"{where}: the field for {name} is {value!r:.60}, {_SHAPES[wanted]} needed")
+            raise InputError(f"{where}: the field for {name} is {seen(value)}, {_SHAPES[wanted]} needed")
         return value if wanted == 1 else [f"{before}{part}" for part in parts]
 
     columns = {name: text(place, name) for name, place in layout.columns.items()}
@@ -169,7 +172,7 @@ def _record(task: Task, layout: _Layout, row: Any, where: str) -> Example | None
         if isinstance(target, int | float):
             target = str(target)
         if not isinstance(target, str) and task.behaviour.loss not in ("token", "span"):
-            raise InputError(f"{where}: field {task.files.target!r} is {target!r:.60}, a string or a number is needed")
+            raise InputError(f"{where}: field {task.files.target!r} is {seen(target)}, a string or a number is needed")
     start = None if layout.start is None else row[layout.start]
     return task.behaviour.example(task, columns, target, where, "" if layout.id is None else str(row[layout.id]), start)
 
@@ -205,14 +208,14 @@ def _tabular(
     passed_over = [] if left_out is None else left_out
     for number, row in rows:
         where, example = f"{path}, line {number}", None
-        fault = f"{len(row)} columns, {width} expected"
+        fault = f"{counted(len(row), 'column')}, {width} expected"
         odd = len(row) < width or (header is not None and len(row) > width)
         if odd and task.files.ragged:
             passed_over.append(f"line {number} has {fault}")
             continue
         with _named(faults):
             if odd:
-                raise InputError(f"{where}: {fault}: {row!r:.120}")
+                raise InputError(f"{where}: {fault}: {seen(row, 120)}")
             example = _record(task, layout, row, where)
             if example is None:
                 passed_over.append(f"line {number} has no agreed label ({row[layout.target]})")
@@ -268,7 +271,7 @@ def _json_record(task: Task, layout: _Layout, wanted: list[str], line: str, wher
         raise InputError(f"{where}: not JSON: {error}") from None
     missing = [name for name in wanted if not isinstance(record, dict) or name not in record]
     if missing:
-        raise InputError(f"{where}: no field {missing[0]!r} in {line!r:.120}")
+        raise InputError(f"{where}: no field {missing[0]!r} in {seen(line, 120)}")
     return _record(task, layout, record, where)
 
 
@@ -291,7 +294,7 @@ def read_conll(
         if parts and not mark:
             with _named(faults):
                 if len(parts) < 2:
-                    raise InputError(f"{path}, line {number}: a word and a tag are needed, {line!r:.80} is there")
+                    raise InputError(f"{path}, line {number}: a word and a tag are needed, {seen(line, 80)} is there")
                 if not re.fullmatch(r"O|[BI]-.+", parts[-1]):
                     raise InputError(f"{path}, line {number}: tag {parts[-1]!r} is neither O nor B-… nor I-…")
             if len(parts) < 2:  # named above
@@ -319,10 +322,10 @@ def read_squad(
     where = str(path)
     try:
         for article in json.loads(_text(path))["data"]:
-            where = f"{path}, article {article.get('title', '?')!r:.60}"
+            where = f"{path}, article {seen(article.get('title', '?'), 60)}"
             for paragraph in article["paragraphs"]:
                 if not isinstance(paragraph["context"], str):
-                    raise TypeError(f"context {paragraph['context']!r:.60} is no string")
+                    raise TypeError(f"context {seen(paragraph['context'])} is no string")
                 for question in paragraph["qas"]:
                     where = f"{path}, question {question['id']}"
                     yield _squad_example(paragraph["context"], question, where)
@@ -334,7 +337,7 @@ def _squad_example(context: str, question: dict[str, Any], where: str) -> Exampl
     answers = [] if question.get("is_impossible") else question["answers"]
     for answer in answers:
         if not isinstance(answer["text"], str) or type(answer["answer_start"]) is not int:
-            raise TypeError(f"answer {answer!r:.80}: text must be a string, answer_start a whole number")
+            raise TypeError(f"answer {seen(answer, 80)}: text must be a string, answer_start a whole number")
     gold = Gold(str(question["id"]), tuple((answer["text"], answer["answer_start"]) for answer in answers))
     return Example({"QUESTION": question["question"].strip(), "CONTEXT": context}, gold, where)
 

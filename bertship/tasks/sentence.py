@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bertship.errors import InputError
-from bertship.metrics import score_labels, score_values
+from bertship.metrics import f1_note, score_labels, score_values
 from bertship.tasks.base import (
     Answers,
     Columns,
@@ -66,6 +66,9 @@ class Sentence(Kind):
 
     def score(self, task: Task, examples: Sequence[Example], answers: Answers) -> dict[str, float]:
         return score_labels(task.metrics, [e.target for e in examples], list(answers["LABEL"]), task.labels)
+
+    def metric_note(self, task: Task, metric: str) -> str:
+        return f1_note(task.labels) if metric == "f1" else ""
 
     def degenerate(self, task: Task, examples: Sequence[Example], answers: Answers) -> str:
         predicted = set(answers["LABEL"])

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from bertship.errors import InputError
+from bertship.errors import InputError, seen
 from bertship.metrics import best_null_threshold, score_squad, squad_f1
 from bertship.tasks.base import (
     Answers,
@@ -210,7 +210,7 @@ class Span(Kind):
         if start is None or start == "":
             first = context.find(text)
             if first < 0:
-                raise InputError(f"{where}: answer {text!r:.60} is not in its context; copy it from there")
+                raise InputError(f"{where}: answer {seen(text)} is not in its context; copy it from there")
         else:
             first = _whole(start, where)
         return Example(columns, Gold(id or where, ((text, first),)), where, id)
@@ -235,7 +235,7 @@ def _whole(value: Any, where: str) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise InputError(f"{where}: answer start {value!r:.60} is no whole number; it counts code points") from None
+        raise InputError(f"{where}: answer start {seen(value)} is no whole number; it counts code points") from None
 
 
 def _dump(value: Any) -> str:

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 from bertship.console import read_samples
 from bertship.errors import InputError, ServerUnavailable
 from bertship.tasks.base import Task
+from bertship.wire import labels_of
 
 EXAMPLES = 8  # texts to try a task
 EXAMPLE_CHARACTERS = 20_000  # at most, of one of them
@@ -143,11 +144,14 @@ class Served:
 
     def _steps(self, name: str) -> list[dict[str, Any]]:
         """The ensemble's steps as they are now, first to last."""
-        config = self._json(f"/v2/models/{quote(name, safe='')}/config") or {}
-        return list(config.get("ensemble_scheduling", {}).get("step", []))
+        return _steps(self._config(name))
+
+    def _config(self, name: str) -> dict[str, Any]:
+        return self._json(f"/v2/models/{quote(name, safe='')}/config") or {}
 
     def _describe(self, name: str, facts: dict[str, Any]) -> dict[str, Any]:
-        steps = self._steps(name)
+        config = self._config(name)
+        steps = _steps(config)
         task = self._definition(steps)
         inputs = tuple(tensor["name"] for tensor in facts["inputs"])
         samples = self._samples(name, inputs)
@@ -157,7 +161,7 @@ class Served:
             "inputs": facts["inputs"],
             "outputs": facts["outputs"],
             "description": task.description if task else "",
-            "labels": list(task.labels) if task else [],
+            "labels": list(task.labels) if task else _labels(config),
             "options": {**dict.fromkeys(task.behaviour.options), **task.options} if task else None,
             "examples": _examples(samples, inputs),
             "scale": _scale(samples),
@@ -201,6 +205,15 @@ class Served:
         finally:
             connection.close()
         return Reply(reply.status, content, time.perf_counter() - started_s)
+
+
+def _steps(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return list(config.get("ensemble_scheduling", {}).get("step", []))
+
+
+def _labels(config: Mapping[str, Any]) -> list[str]:
+    """The labels that an ensemble's configuration names."""
+    return list(labels_of({name: value["string_value"] for name, value in config.get("parameters", {}).items()}))
 
 
 def _version(steps: Sequence[Mapping[str, Any]]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-from bertship.errors import ClientError, InputError
+from bertship.errors import ClientError, InputError, seen
 from serving.playground.served import Served
 
 PAGE = Path(__file__).parent / "page"
@@ -140,14 +140,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in self.pages:
             self._send(200, self.pages[path], _TYPES[Path(path).suffix])
         else:
-            raise _Refused(404, f"nothing at {path!r:.200}")
+            raise _Refused(404, f"nothing at {seen(path, 200)}")
 
     def _post(self, path: str) -> None:
         parts = path.split("/")
         if len(parts) != 4 or parts[:2] != ["", "api"] or parts[2] not in ("infer", "rows"):
-            raise _Refused(404, f"nothing at {path!r:.200}")
+            raise _Refused(404, f"nothing at {seen(path, 200)}")
         if self.headers.get_content_type() != "application/json":
-            raise _Refused(415, f"type {self.headers.get('Content-Type')!r:.100}: application/json is needed")
+            raise _Refused(415, f"type {seen(self.headers.get('Content-Type'), 100)}: application/json is needed")
         length = self.headers.get("Content-Length", "")
         if not length.isdigit():
             raise _Refused(411, "a request's Content-Length is needed")
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._body = self.rfile.read(int(length))
         served, task = self.playground.served, unquote(parts[3])
         if not served.knows(task):
-            raise _Refused(404, f"no task {task!r:.100} is served at {served.url}")
+            raise _Refused(404, f"no task {seen(task, 100)} is served at {served.url}")
         if parts[2] == "rows":
             self._send_json(200, served.rows(task, self._body))
             return

@@ -212,7 +212,7 @@ function values() {
 
 function changed() {
   $("answer").classList.add("stale");
-  code();
+  showCode();
   clearTimeout(pause);
   const size = Object.values(values()).flat().reduce((total, text) => total + text.length, 0);
   if (!size) rest();
@@ -227,7 +227,7 @@ function rest() {
   $("result").replaceChildren(el("p", { className: "rest" }, "Type something, or take an example."));
   $("facts").replaceChildren();
   $("answer").classList.remove("stale", "failed", "busy");
-  code();
+  showCode();
 }
 
 async function ask() {
@@ -237,7 +237,7 @@ async function ask() {
   const mine = ++page.sequence;
   const { task } = page;
   const given = values();
-  code();
+  showCode();
   let parameters;
   try {
     parameters = parseParameters($("parameters").value);
@@ -297,7 +297,7 @@ function answered(task, reply, given, response) {
     fact("version", "", "The model's version on the server"),
     ...(answer.TRUNCATED ? [fact("truncated", "truncated", "The text was longer than the model takes: its end was not read")] : []),
   );
-  code();
+  showCode();
 }
 
 /** An answer that takes its time: say that it comes, and from how much. */
@@ -344,7 +344,7 @@ function refused(number, message, raw = "") {
   $("answer").classList.remove("stale", "busy");
   $("answer").classList.add("failed");
   page.raw = raw;
-  code();
+  showCode();
 }
 
 // ---- the same in code
@@ -373,7 +373,7 @@ function indented(text) {
   }
 }
 
-function code() {
+function showCode() {
   if (!page.task) return;
   const [short, cut] = shorten(values());
   const text = snippet(short);
@@ -397,7 +397,7 @@ function languages() {
       tab.tabIndex = chosen ? 0 : -1;
     }
     $("snippet").setAttribute("aria-labelledby", `tab-${name}`);
-    code();
+    showCode();
   };
   $("languages").addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
