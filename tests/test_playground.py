@@ -65,13 +65,13 @@ def test_tasks_of_the_real_server(line):
     for name, task in bare.items():
         definition = get_task(line.tasks[name])
         assert [tensor["name"] for tensor in task["inputs"]] == list(definition.behaviour.inputs)
-        assert task["version"] == "1" and task["labels"] == [] and task["scale"] == []
+        assert task["version"] == "1" and task["labels"] == [] and task["scale"] == [] and task["options"] is None
         assert all(set(example) == set(definition.behaviour.inputs) for example in task["examples"])
         assert full[name]["outputs"] == task["outputs"]
         assert full[name]["description"] == (definition.description or f"{name} (weather.toml)")
         assert full[name]["examples"] != task["examples"] and full[name]["examples"]
     assert full["sst2"]["labels"] == ["negative", "positive"] and full["weather"]["labels"] == ["fair", "foul"]
-    assert full["squad"]["options"] == dict(TASKS["squad"].options)
+    assert full["squad"]["options"] == dict(TASKS["squad"].options) and full["sst2"]["options"] == {}
     low, high = full["stsb"]["scale"]
     assert low < high
 

@@ -16,6 +16,7 @@ import pytest
 from fake_triton import FakeTriton, Model, labelled
 
 from bertship.client import Client
+from bertship.tasks import TASKS
 from serving.playground import Playground, Served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -319,6 +320,44 @@ def test_errors_are_the_servers_own(playground, open_page, line):
     expect(page.get_by_role("alert")).to_contain_text('parameter "top_k": name=value is needed')
     ask(page, {}, "top_k=2")
     expect(page.locator(".candidate")).to_have_count(2)
+
+
+def test_the_reply_is_of_what_was_asked_last(playground, open_page):
+    """Refused by the server: its own words; not sent, another task's, or cleared: none, and nothing to copy."""
+    page = open_page(playground, "squad")
+    ask(page, ASK["squad"])
+    page.get_by_role("tab", name="Reply").click()
+    reply, copy = page.locator("#snippet"), page.locator("#copy")
+    expect(reply).to_contain_text("outputs")
+    ask(page, {}, "top_k=0")
+    expect(reply).to_contain_text("top_k=0")
+    said = page.get_by_role("alert").locator("code").inner_text()
+    assert json.loads(reply.inner_text()) == {"error": said}
+    expect(copy).to_be_enabled()
+    page.locator("#parameters").fill("top_k")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("alert")).to_contain_text("name=value is needed")
+    expect(reply).to_have_text("No reply yet: ask something.")
+    expect(copy).to_be_disabled()
+    ask(page, {}, "top_k=2")
+    expect(reply).to_contain_text("outputs")
+    page.get_by_role("button", name="Clear").click()
+    expect(reply).to_have_text("No reply yet: ask something.")
+    expect(copy).to_be_disabled()
+    page.get_by_role("tab", name="curl").click()
+    expect(copy).to_be_enabled()
+
+
+def test_the_form_has_what_the_task_takes_and_stays_in_line(playground, open_page):
+    """Parameters where a task has some; the switch begins where the buttons do, at any width."""
+    for task, has_some in (("sst2", False), ("squad", True), ("ner", bool(TASKS["ner"].behaviour.options))):
+        page = open_page(playground, task, size={"width": 1200, "height": 900})
+        expect(page.locator("h1")).to_have_text(task)
+        assert page.locator("#more").is_visible() is has_some, task
+        for width in (1200, 1440, 1920, 800):
+            page.set_viewport_size({"width": width, "height": 900})
+            left = [page.locator(part).bounding_box()["x"] for part in (".switch", "#send")]
+            assert left[0] == left[1], (task, width)
 
 
 @pytest.mark.parametrize("task", ["sst2", "squad", "mnli"])

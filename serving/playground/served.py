@@ -79,7 +79,8 @@ class Served:
         """What is served, as the page shows it, sorted by name. Raises ServerUnavailable.
 
         Each has `name`, `version`, `inputs` and `outputs` (name, datatype, shape), and `description`, `labels`,
-        `options`, `examples` and `scale` (the least and the greatest value of a regression), empty where unknown.
+        `examples` and `scale` (the least and the greatest value of a regression), empty where unknown, and `options`,
+        the parameters that a request may have: None where unknown, empty where there are none.
         """
         self._models = {name: facts for name in self._names() if (facts := self._model(name))}
         return [self._describe(name, facts) for name, facts in self._models.items()]
@@ -157,7 +158,7 @@ class Served:
             "outputs": facts["outputs"],
             "description": task.description if task else "",
             "labels": list(task.labels) if task else [],
-            "options": dict(task.options) if task else {},
+            "options": {**dict.fromkeys(task.behaviour.options), **task.options} if task else None,
             "examples": _examples(samples, inputs),
             "scale": _scale(samples),
         }

@@ -99,10 +99,13 @@ function choose() {
   $("columns").hidden = $("code").hidden = false;
   if (!changed) return;
   asking?.abort();
+  page.raw = ""; // another task's
   const draft = page.drafts.get(task.name) ?? { values: {}, parameters: firstParameters(task), example: 0 };
   page.drafts.set(task.name, draft);
   $("fields").replaceChildren(...task.inputs.map((tensor, i) => field(tensor, i)));
   $("parameters").value = draft.parameters;
+  // null where the server alone does not tell which there are
+  $("more").hidden = task.options !== null && !Object.keys(task.options).length;
   $("example").hidden = !task.examples.length;
   const blank = task.inputs.every(({ name }) => !draft.values[name]);
   if (!blank) ask();
@@ -244,13 +247,14 @@ async function ask() {
   }
   const body = JSON.stringify(requestBody(task, given, parameters));
   const options = { method: "POST", headers: { "Content-Type": "application/json" }, body, signal: asking.signal };
+  let text = "";
   const slow = setTimeout(() => waiting(task, options, mine), 300);
   try {
     const response = await fetch(`api/infer/${encodeURIComponent(task.name)}`, options);
-    const text = await response.text();
+    text = await response.text();
     if (mine !== page.sequence) return;
     if (!response.ok) {
-      refused(response.status, messageOf(text));
+      refused(response.status, messageOf(text), text);
       status(response.status < 500 || response.status === 500, page.server.replace("http://", ""));
       return;
     }
@@ -260,7 +264,7 @@ async function ask() {
     details(task, options, mine, JSON.parse(text).model_version);
   } catch (error) {
     if (error.name === "AbortError") return;
-    if (mine === page.sequence) refused("", error instanceof TypeError ? "The playground itself has ended. Start it again with `make playground`." : error.message);
+    if (mine === page.sequence) refused("", error instanceof TypeError ? "The playground itself has ended. Start it again with `make playground`." : error.message, text);
   } finally {
     clearTimeout(slow);
     if (mine === page.sequence) {
@@ -331,14 +335,16 @@ async function rows(task, options) {
   }
 }
 
-function refused(code, message) {
-  const title = code ? `The request was refused (${code})` : "The request was not sent";
-  const node = el("div", { className: "refused", role: "alert" }, el("b", {}, code >= 500 ? `The server failed (${code})` : title), el("code", {}, message));
+/** Why there is no answer; `raw` is the server's reply, empty where it gave none. */
+function refused(number, message, raw = "") {
+  const title = number ? `The request was refused (${number})` : "The request was not sent";
+  const node = el("div", { className: "refused", role: "alert" }, el("b", {}, number >= 500 ? `The server failed (${number})` : title), el("code", {}, message));
   $("result").replaceChildren(node);
   $("facts").replaceChildren();
   $("answer").classList.remove("stale", "busy");
   $("answer").classList.add("failed");
-  page.raw = "";
+  page.raw = raw;
+  code();
 }
 
 // ---- the same in code
@@ -355,13 +361,25 @@ function snippet(given) {
   }
   if (page.language === "python") return pythonCode(page.server, page.task, given, parameters);
   if (page.language === "curl") return curl(page.server, page.task, requestBody(page.task, given, parameters));
-  return page.raw ? JSON.stringify(JSON.parse(page.raw), null, 1) : "";
+  return indented(page.raw);
+}
+
+/** JSON on lines of its own; what is none, as it came. */
+function indented(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 1);
+  } catch {
+    return text;
+  }
 }
 
 function code() {
   if (!page.task) return;
   const [short, cut] = shorten(values());
-  $("snippet").textContent = snippet(short);
+  const text = snippet(short);
+  $("snippet").textContent = text || "No reply yet: ask something.";
+  $("snippet").classList.toggle("none", !text);
+  $("copy").disabled = !text;
   $("shortened").hidden = !cut || page.language === "reply";
 }
 
