@@ -17,10 +17,13 @@ def to_stderr(line: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int, report: Callable[[str], None], done: int = 0) -> Iterator[Callable[[str], None]]:
+def progress(
+    what: str, total: int, report: Callable[[str], None], done: int = 0, rated: bool = True
+) -> Iterator[Callable[[str], None]]:
     """Yield `advance(facts)`, to be called once a step with what is worth showing (`loss 3.21, 9,000 tokens/s`).
 
-    `done`: steps that an earlier run has made already; rate and time left are this run's. On a terminal a bar shows
+    `done`: steps that an earlier run has made already; rate and time left are this run's. `rated`: whether steps a
+    second say anything, which they do not where a step is a measurement of many. On a terminal a bar shows
     them; otherwise `report` gets a line every LINE_EVERY_S seconds. Of torchrun's processes the first alone shows it.
     """
     if os.environ.get("RANK", "0") != "0":
@@ -43,7 +46,7 @@ def progress(what: str, total: int, report: Callable[[str], None], done: int = 0
 
             def draw(facts: str) -> None:
                 speed = bar.tasks[0].speed
-                bar.update(task, advance=1, facts=facts, rate=f"{speed:.1f}/s" if speed else "")
+                bar.update(task, advance=1, facts=facts, rate=f"{speed:.1f}/s" if speed and rated else "")
 
             yield draw
         return
@@ -58,7 +61,8 @@ def progress(what: str, total: int, report: Callable[[str], None], done: int = 0
         if now - last >= LINE_EVERY_S:
             last = now
             rate = (done - before) / (now - started)
-            report(f"{what} {done}/{total}: {facts}, {rate:.1f} steps/s, {_spoken((total - done) / rate)} left")
+            shown = f"{rate:.1f} steps/s, " if rated else ""
+            report(f"{what} {done}/{total}: {facts}, {shown}{_spoken((total - done) / rate)} left")
 
     yield say
 

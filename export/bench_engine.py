@@ -93,7 +93,7 @@ def bench_engines(
             report(f"{engine.name}: large products at {ceilings[engine.name] / 1e9:.0f} G operations/s")
         result["ceilings_gops"] = {name: round(value / 1e9, 1) for name, value in ceilings.items()}
         result["rows"] = []
-        with progress("bench-engine", len(lengths) * len(batches), report) as advance:
+        with progress("bench-engine", len(lengths) * len(batches), report, rated=False) as advance:
             for length in lengths:
                 for batch in batches:
                     cell = _cell(engines, _rows_of(rows, batch, length), work_of(graph), ceilings, seconds)
@@ -217,7 +217,7 @@ def _run_all(engine: Engine, batches: Sequence[dict[str, np.ndarray]]) -> None:
 
 def _mixed(engines: Sequence[Engine], rows: Sequence[Row], pad_id: int, report: Report) -> list[dict[str, Any]]:
     """The task's own texts: rows as the engine serves them against padded batches, in turns."""
-    with progress("own texts", len(engines), report) as advance:
+    with progress("own texts", len(engines), report, rated=False) as advance:
         found = []
         for engine in engines:
             found += _mixed_of(engine, rows, pad_id, report)

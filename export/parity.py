@@ -127,7 +127,7 @@ def run_padded(
 def compare(reference: Reference, precision: str, engine: Engine, name: str) -> list[Parity]:
     """The artifact on rows padded to every bucket, and on rows alone; every mode has to pass."""
     buckets = sorted(set(reference.task.buckets), reverse=True)
-    with progress(f"comparing {precision} on {name}", len(buckets) + 1, to_stderr) as advance:
+    with progress(f"comparing {precision} on {name}", len(buckets) + 1, to_stderr, rated=False) as advance:
         return _compare(reference, precision, engine, name, buckets, advance)
 
 

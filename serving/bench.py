@@ -130,7 +130,7 @@ def bench(
         )
     with (
         tempfile.TemporaryDirectory(prefix="bertship-bench-") as folder,
-        progress("bench", len(protocols) * len(loads), report) as advance,
+        progress("bench", len(protocols) * len(loads), report, rated=False) as advance,
     ):
         analyzer = PerfAnalyzer(triton.perf_analyzer, addresses, task_name, Path(folder), entries)
         for protocol in protocols:
