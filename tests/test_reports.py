@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bertship.report import Report
+from bertship.report import Report, short_paths
 from serving.bench_report import conclusions, write_page
 
 STAGES = {
@@ -17,7 +17,8 @@ STAGES = {
 
 def row(protocol, throughput, p50, clients=None, rate=None):
     return {
-        "protocol": protocol, "concurrency": clients, "rate_per_s": rate, "throughput_per_s": throughput, "p50_ms": p50, "mean_ms": p50 * 1.2,
+        "protocol": protocol, "concurrency": clients, "rate_per_s": rate, "throughput_per_s": throughput, "p50_ms": p50,
+        "mean_ms": p50 * 1.2,
         "p90_ms": p50 * 2, "p99_ms": p50 * 3, "mean_batch": 1.5, "padding_share": None, "queue_ms": 0.3,
         "compute_ms": 1.5, "steps_ms": 1.4, "stages": STAGES,
     }  # fmt: skip
@@ -89,3 +90,71 @@ def test_bars_are_as_wide_as_their_values():
     assert re.findall(r'<i style="width: ([\d.]+)%"( class=over)?', used) == [("50.0", ""), ("100.0", " class=over")]
     assert "of it" in used
     assert "<h2>" not in Report("t", "w").bars("Nothing", []).command("Nothing").html()
+
+
+def cells(drawn, heading):
+    """The table below a heading: the rows' cells as (class, text), the first row with the headings."""
+    table = drawn.partition(f"<h2>{heading}</h2>")[2].partition("</table>")[0]
+    rows = re.findall(r"<tr>(.*?)</tr>", table)
+    return [re.findall(r"<t[dh](?: class=\"(\w+)\")?>(.*?)</t[dh]>", row) for row in rows]
+
+
+def test_a_column_has_one_number_of_digits_and_one_alignment():
+    rows = [("a", 0.963, 34.5847, 3, "100%", "x", 1e-5), ("b", 1, 180.1, 12000, "99.10%", 2, 3e-5)]
+    drawn = Report("t", "w").table("T", ("n", "share", "ms", "count", "same", "mixed", "rate"), rows).html()
+    head, first, second = cells(drawn, "T")
+    assert [kind for kind, _ in head] == ["", "number", "number", "number", "number", "", "number"]
+    assert [kind for kind, _ in first] == [kind for kind, _ in second] == [kind for kind, _ in head]
+    assert [text for _, text in first] == ["a", "0.9630", "34.6", "3", "100%", "x", "1e-05"]
+    assert [text for _, text in second] == ["b", "1.0000", "180.1", "12,000", "99.10%", "2", "3e-05"]
+    wide = Report("t", "w").table("T", ("v",), [(30000.5,), (0.53125,), (float("inf"),)]).html()
+    assert [text for ((_, text),) in cells(wide, "T")[1:]] == ["30,000", "0.5312", "inf"]
+
+
+def test_facts_are_in_words_and_empty_ones_are_left_out():
+    facts = {
+        "init": "", "task": None, "files": [], "of": {}, "seed": 0, "quiet": False, "names": ["a", "b"],
+        "group": [{"kind": "KIND_CPU", "gpus": []}], "many": [{"n": 1}, {"n": 2}],
+    }  # fmt: skip
+    drawn = Report("t", "w").facts("F", facts).facts("None", {"a": ""}).html()
+    shown = [[text for _, text in row] for row in cells(drawn, "F")]
+    assert shown == [
+        ["seed", "0"], ["quiet", "False"], ["names", "a, b"], ["group.kind", "KIND_CPU"], ["many.0.n", "1"],
+        ["many.1.n", "2"],
+    ]  # fmt: skip
+    assert {kind for row in cells(drawn, "F") for kind, _ in row} == {""} and "<h2>None</h2>" not in drawn
+
+
+def test_paths_are_relative_where_they_are_near(tmp_path, monkeypatch):
+    here, data = tmp_path / "bertship", tmp_path / "data"
+    (here / "deep").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    asked = f"{here}/../data/glue"
+    drawn = Report("t", f"A model of {asked}.").text("C", f"from {here}/runs/x, http://a/b, 1/2 and /usr/lib/../share")
+    drawn.facts("F", {"data": asked, "run": str(here), "out": str(data / "a b")}).command(
+        "R", f"go --data {asked} '/x'"
+    )
+    page = html.unescape(drawn.html())
+    assert "A model of ../data/glue." in page and "from runs/x, http://a/b, 1/2 and /usr/share" in page
+    assert "go --data ../data/glue '/x'" in page
+    assert [row[1][1] for row in cells(page, "F")] == ["../data/glue", ".", "../data/a b"]
+    assert str(tmp_path) not in page
+    (here / "link").symlink_to(tmp_path / "data" / "glue")
+    (data / "glue").mkdir(parents=True)
+    assert short_paths(f"{here}/link/../x") == "../data/x", "a link is followed before its .."
+
+
+def test_the_page_of_a_load_test_has_no_python_in_it(result, tmp_path):
+    result["encoder"] |= {
+        "dynamic_batching": {"preferred_batch_size": [64], "priority_queue_policy": {}},
+        "instance_group": [{"name": "encode_0", "count": 2, "gpus": []}],
+    }
+    (tmp_path / "bench.json").write_text('{"task": "sst2"}')
+    write_page(result, tmp_path)
+    page = html.unescape((tmp_path / "report.html").read_text("utf-8"))
+    shown = {row[0][1]: row[1][1] for row in cells(page, "Encoder")}
+    assert shown == {
+        "backend": "python", "dynamic_batching.preferred_batch_size": "64", "instance_group.name": "encode_0",
+        "instance_group.count": "2",
+    }  # fmt: skip
+    assert not re.search(r"<td[^>]*>[\[{]", page)
