@@ -15,7 +15,7 @@ from typing import Any
 
 from bertship.artifacts import read_manifest
 from bertship.errors import InputError
-from bertship.report import Curve, Report
+from bertship.report import Curve, Report, short_paths
 
 FILES = {"bench.json": "bench", "engines.json": "bench-engine"}  # kinds that are told by a file of their own
 _NOT_SETTINGS = {"model_files", "fingerprint"}  # hashes, which say nothing to people
@@ -309,7 +309,7 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else short_paths(str(value))
 
 
 def _names(directories: Sequence[Path]) -> list[str]:

@@ -12,12 +12,20 @@ from typing import Any
 from bertship.artifacts import read_manifest
 from bertship.console import difference
 from bertship.next_steps import next_steps, task_option
-from bertship.report import Report
+from bertship.report import Report, short_paths
 from bertship.tasks import Task
 
 REPORT = "report.html"
 SHOWN = 5e-5  # a smaller change of a metric is none in four digits
 CLOSE = 0.5  # of what is allowed: beyond, an artifact passes without much room
+EXPLAINED = (  # the table of comparisons
+    "largest, mean: the largest and the mean absolute difference of a logit from PyTorch's in FP32, as a share of the "
+    "largest logit that PyTorch gives; allowed: the most that the largest may be.",
+    "same: the share of decisions that are PyTorch's.",
+    "metric and change: the artifact's own on the labelled texts, and its difference to PyTorch's.",
+    "alone: every row in a batch of its own, as long as it is. padded to N: rows in batches, filled up to N tokens each.",
+    "torch half: no artifact but PyTorch itself in half precision, to tell what the precision costs by itself.",
+)
 
 
 def write_export_report(export: Path) -> None:
@@ -88,7 +96,7 @@ def conclusions(results: Sequence[Mapping[str, Any]]) -> list[str]:
             if worst["max_difference"] is not None
             else f"logits are not finite ({worst['mode']})"
         )
-        sentence = f"{name} on {engine} {verdict}: at least {least:.2%} of the decisions are PyTorch's, and {size}."
+        sentence = f"{name} on {engine} {verdict}: {_decisions(least)} PyTorch's, and {size}."
         scored = [r for r in own if r["artifact_metric"] is not None]
         if scored:
             change = min(r["artifact_metric"] - r["reference_metric"] for r in scored)
@@ -122,17 +130,17 @@ def add_comparisons(page: Report, results: Sequence[Mapping[str, Any]]) -> None:
                 difference(r["max_difference"]),
                 f"{r['limits']['max_difference']:.0e}",
                 difference(r["mean_difference"]),
-                f"{r['agreement']:.2%}",
+                _share(r["agreement"]),
                 *_metric(r),
                 "yes" if r["passed"] else "; ".join(r["failures"]),
             )
             for r in results
         ],
-        "Differences are shares of the largest logit that PyTorch gives.",
+        "\n".join(EXPLAINED),
     )
     page.table(
         "Where the largest differences are", ("precision", "mode", "where"),
-        [(r["precision"], r["mode"], r["where"]) for r in results],
+        [(r["precision"], r["mode"], short_paths(str(r["where"]))) for r in results],
     )  # fmt: skip
     cells = [
         (r["precision"], r["mode"], b["tokens"], b["batch"], b["rows"], difference(b["max_difference"]))
@@ -143,6 +151,15 @@ def add_comparisons(page: Report, results: Sequence[Mapping[str, Any]]) -> None:
         page.table(
             "By length and batch", ("precision", "mode", "tokens", "rows a batch", "rows", "largest difference"), cells
         )
+
+
+def _share(agreement: float) -> str:
+    """In percent, rounded down: 100% is all and no less."""
+    return "100%" if agreement >= 1 else f"{math.floor(1e4 * agreement) / 100:.2f}%"
+
+
+def _decisions(least: float) -> str:
+    return "all decisions are" if least >= 1 else f"at least {_share(least)} of the decisions are"
 
 
 def _used(result: Mapping[str, Any]) -> float:

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from bertship.report import Report, short_paths
+from export import gate_report
 from serving.bench_report import conclusions, write_page
 
 STAGES = {
@@ -158,3 +159,28 @@ def test_the_page_of_a_load_test_has_no_python_in_it(result, tmp_path):
         "instance_group.count": "2",
     }  # fmt: skip
     assert not re.search(r"<td[^>]*>[\[{]", page)
+
+
+def comparison(agreement, mode):
+    return {
+        "precision": "int8", "engine": "onnxruntime", "mode": mode, "examples": 9, "rows": 9, "max_difference": 1e-3,
+        "mean_difference": 1e-4, "agreement": agreement, "metric": "f1", "artifact_metric": 0.5,
+        "reference_metric": 0.5, "limits": {"max_difference": 1e-2, "agreement": 0.9}, "passed": True, "failures": [],
+        "where": "in logits, of /nowhere/../far/dev.tsv, line 3", "batches": [],
+    }  # fmt: skip
+
+
+def test_the_gate_says_all_where_it_is_all_and_explains_its_columns():
+    all_same = gate_report.conclusions([comparison(1.0, "alone")])[0]
+    assert "all decisions are PyTorch's" in all_same and "at least" not in all_same
+    nearly = gate_report.conclusions([comparison(0.99999, "alone")])[0]
+    assert "at least 99.99% of the decisions are PyTorch's" in nearly
+    page = Report("t", "w")
+    gate_report.add_comparisons(page, [comparison(1.0, "alone"), comparison(0.99999, "padded to 32")])
+    drawn = html.unescape(page.html())
+    head, *rows = cells(drawn, "Comparisons")
+    same = [text for _, text in head].index("same")
+    assert [row[same][1] for row in rows] == ["100%", "99.99%"] and head[same][0] == "number"
+    for name in ("largest, mean", "same", "alone", "torch half"):
+        assert f"{name}: " in drawn, name
+    assert "padded to N: " in drawn and "of /far/dev.tsv, line 3" in drawn
