@@ -23,8 +23,8 @@ EXPLAINED = (  # the table of comparisons
     "largest logit that PyTorch gives; allowed: the most that the largest may be.",
     "same: the share of decisions that are PyTorch's.",
     "metric and change: the artifact's own on the labelled texts, and its difference to PyTorch's.",
-    "alone: every row in a batch of its own, as long as it is.",
-    "padded to N: rows in batches, filled up to N tokens each.",
+    "alone: rows as long as they are, without any padding.",
+    "padded to N: rows filled up to N tokens, longer ones to the next such length, in batches of mixed sizes.",
     "torch half: no artifact but PyTorch itself in half precision, to tell what the precision costs by itself.",
 )
 
