@@ -6,6 +6,7 @@ wants the `train` extra; without curves the standard library is enough.
 
 import html
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ pre { border: 1px solid var(--line); padding: .6rem; overflow-x: auto; }
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 _INK = "#123456"  # what the page's own colour replaces
 _FEW_POINTS = 20  # a curve of few has a mark at each
+_DECIMALS = 4  # at most, in a column
+_SPREAD = 1e4  # the largest over the smallest of a column: beyond, one number of digits serves neither
+_NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(e[+-]?\d+)?%?")
 _MOST_POINTS = 1000  # a curve's points beyond are thinned out: a page of a million updates stays small
 
 
@@ -64,16 +68,22 @@ class Report:
         return self
 
     def table(self, heading: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> "Report":
-        """A heading and a table; numbers are aligned to the right, floats with four digits."""
-        head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-        body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
-        noted = f'<p class="dim">{html.escape(note)}</p>' if note else ""
-        self._parts.append(f"{_heading(heading)}<table><tr>{head}</tr>{body}</table>{noted}")
+        """A heading and a table; `note` is shown below, line by line.
+
+        A column of numbers is aligned to the right, with its heading, and has one number of decimals; any other column
+        is aligned to the left.
+        """
+        self._parts.append(_heading(heading) + _table(columns, rows, note))
         return self
 
     def facts(self, heading: str, facts: Mapping[str, Any]) -> "Report":
-        """A table of names and values; tables within tables get their names joined by dots."""
-        return self.table(heading, ("", ""), list(_flat(facts)))
+        """A table of names and values; tables within tables get their names joined by dots, empty ones are left out."""
+        rows = [
+            (name, value)
+            for name, value in _flat(facts)
+            if value is not None and not (isinstance(value, str) and not value.strip())
+        ]
+        return self.table(heading, (), rows) if rows else self
 
     def curves(self, heading: str, curves: Sequence[Curve], x: str, y: str, logarithmic: bool = False) -> "Report":
         """A heading and a chart of `curves`, axes named `x` and `y`; nothing where no curve has a point."""
@@ -91,13 +101,13 @@ class Report:
         """
         if bars:
             widest = full or max(value for _, value in bars) or 1.0
+            shown = _column([float(value) for _, value in bars])
             body = "".join(
-                f'<tr><td>{html.escape(name)}</td>{_cell(float(value))}<td><i style="width: '
+                f'<tr><td>{html.escape(name)}</td><td class="number">{cell}</td><td><i style="width: '
                 f'{min(100 * value / widest, 100):.1f}%"{" class=over" if value > widest else ""}></i></td></tr>'
-                for name, value in bars
+                for (name, value), cell in zip(bars, shown, strict=True)
             )
-            noted = f'<p class="dim">{html.escape(note)}</p>' if note else ""
-            self._parts.append(f'{_heading(heading)}<table class="bars">{body}</table>{noted}')
+            self._parts.append(f'{_heading(heading)}<table class="bars">{body}</table>{_note(note)}')
         return self
 
     def command(self, heading: str, *lines: str) -> "Report":
@@ -125,17 +135,68 @@ def _heading(text: str) -> str:
     return f"<h2>{html.escape(text)}</h2>" if text else ""
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"<td>{html.escape(str(value))}</td>"
-    shown = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f'<td class="number">{shown}</td>'
+def _note(note: str) -> str:
+    return f'<p class="dim">{"<br>".join(map(html.escape, note.splitlines()))}</p>' if note else ""
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> Sequence[tuple[str, Any]]:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str) -> str:
+    places = range(max(map(len, rows), default=len(columns)))
+    values = [[row[place] for row in rows] for place in places]
+    kinds = [' class="number"' if _numeric(column) else "" for column in values]
+    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in zip(columns, kinds, strict=False))
+    lines = zip(*map(_column, values), strict=True)
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, line, strict=True)) + "</tr>"
+        for line in lines
+    )
+    return f"<table>{f'<tr>{head}</tr>' if columns else ''}{body}</table>{_note(note)}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numeric(column: Sequence[Any]) -> bool:
+    """Whether all of a column's cells are numbers, in words or not; empty ones do not count."""
+    told = [value for value in column if value != ""]
+    return bool(told) and all(_is_number(v) or (isinstance(v, str) and _NUMBER.fullmatch(v)) for v in told)
+
+
+def _column(column: Sequence[Any]) -> list[str]:
+    """A column's cells as HTML: where it has a float, its numbers have as many decimals as its smallest one needs.
+
+    Numbers among words, and those of a column that spans many magnitudes, are each of a kind of their own, with four
+    digits.
+    """
+    sizes = [abs(value) for value in column if _is_number(value) and value and math.isfinite(value)]
+    together = _numeric(column) and any(isinstance(value, float) for value in column)
+    if not together or not sizes or max(sizes) > _SPREAD * min(sizes) or max(sizes) < 10**-_DECIMALS:
+        return [html.escape(_alone(value)) for value in column]
+    if max(sizes) <= 1:
+        # shares and the like; of smaller ones as many as they need
+        decimals = max(_DECIMALS, 2 - math.floor(math.log10(max(sizes))))
+    else:
+        needed = (3 - math.floor(math.log10(max(sizes))), 2 - math.floor(math.log10(min(sizes))), 0)
+        decimals = min(_DECIMALS, max(needed))
+    return [html.escape(f"{value:,.{decimals}f}" if _is_number(value) else str(value)) for value in column]
+
+
+def _alone(value: Any) -> str:
+    if not isinstance(value, float):
+        return f"{value:,}" if _is_number(value) else str(value)
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Names and plain values; lists in words, and tables in lists as tables, numbered where there are several."""
     rows: list[tuple[str, Any]] = []
     for name, value in facts.items():
-        rows += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
+        if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            value = {"": value[0]} if len(value) == 1 else dict(enumerate(value))
+        if isinstance(value, Mapping):
+            rows += _flat(value, f"{prefix}{name}." if name != "" else prefix)
+        else:
+            rows.append((f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list | tuple) else value))
     return rows
 
 

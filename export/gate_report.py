@@ -18,6 +18,15 @@ from bertship.tasks import Task
 REPORT = "report.html"
 SHOWN = 5e-5  # a smaller change of a metric is none in four digits
 CLOSE = 0.5  # of what is allowed: beyond, an artifact passes without much room
+EXPLAINED = (  # the table of comparisons
+    "largest, mean: the largest and the mean absolute difference of a logit from PyTorch's in FP32, as a share of the "
+    "largest logit that PyTorch gives; allowed: the most that the largest may be.",
+    "same: the share of decisions that are PyTorch's.",
+    "metric and change: the artifact's own on the labelled texts, and its difference to PyTorch's.",
+    "alone: rows as long as they are, without any padding.",
+    "padded to N: rows filled up to N tokens, longer ones to the next such length, in batches of mixed sizes.",
+    "torch half: no artifact but PyTorch itself in half precision, to tell what the precision costs by itself.",
+)
 
 
 def write_export_report(export: Path) -> None:
@@ -80,7 +89,6 @@ def conclusions(results: Sequence[Mapping[str, Any]]) -> list[str]:
         used = max(map(_used, own))
         least = min(r["agreement"] for r in own)
         worst = max(own, key=_used)
-        share = "all" if least == 1 else f"at least {least:.2%}"
         verdict = "passes" if all(r["passed"] for r in own) else "FAILS"
         size = (
             f"the largest difference of a logit is {difference(worst['max_difference'])} of the largest "
@@ -89,7 +97,7 @@ def conclusions(results: Sequence[Mapping[str, Any]]) -> list[str]:
             if worst["max_difference"] is not None
             else f"logits are not finite ({worst['mode']})"
         )
-        sentence = f"{name} on {engine} {verdict}: {share} of the decisions are PyTorch's, and {size}."
+        sentence = f"{name} on {engine} {verdict}: {_decisions(least)} PyTorch's, and {size}."
         scored = [r for r in own if r["artifact_metric"] is not None]
         if scored:
             change = min(r["artifact_metric"] - r["reference_metric"] for r in scored)
@@ -123,13 +131,13 @@ def add_comparisons(page: Report, results: Sequence[Mapping[str, Any]]) -> None:
                 difference(r["max_difference"]),
                 f"{r['limits']['max_difference']:.0e}",
                 difference(r["mean_difference"]),
-                f"{r['agreement']:.2%}",
+                _share(r["agreement"]),
                 *_metric(r),
                 "yes" if r["passed"] else "; ".join(r["failures"]),
             )
             for r in results
         ],
-        "Differences are shares of the largest logit that PyTorch gives.",
+        "\n".join(EXPLAINED),
     )
     page.table(
         "Where the largest differences are", ("precision", "mode", "where"),
@@ -144,6 +152,15 @@ def add_comparisons(page: Report, results: Sequence[Mapping[str, Any]]) -> None:
         page.table(
             "By length and batch", ("precision", "mode", "tokens", "rows a batch", "rows", "largest difference"), cells
         )
+
+
+def _share(agreement: float) -> str:
+    """In percent, rounded down: 100% is all and no less."""
+    return "100%" if agreement >= 1 else f"{math.floor(1e4 * agreement) / 100:.2f}%"
+
+
+def _decisions(least: float) -> str:
+    return "all decisions are" if least >= 1 else f"at least {_share(least)} of the decisions are"
 
 
 def _used(result: Mapping[str, Any]) -> float:

@@ -169,7 +169,7 @@ def write_page(result: Mapping[str, Any], directory: Path) -> None:
     )  # fmt: skip
     page.bars("Resident memory, MiB", [(name, size["rss_mib"]) for name, size in result["memory"].items()])
     page.facts("Settings", {**result["settings"], "perf_analyzer": " ".join(result["settings"]["perf_analyzer"])})
-    page.facts("Encoder", {name: str(value) for name, value in result["encoder"].items() if value})
+    page.facts("Encoder", result["encoder"])
     page.facts("Machine", machine)
     page.facts("Versions", result["versions"])
     after = next_steps("bench", directory)

@@ -52,13 +52,3 @@ def test_of_several_processes_the_first_alone_shows_it(monkeypatch: pytest.Monke
             clock.now += 20
             advance("loss 1.0")
         assert len(said) == (rank == "0")
-
-
-def test_a_measurement_has_no_steps_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a benchmark is a measurement of many requests: its position, what it was, and the time left."""
-    clock, said = Clock(monkeypatch), []
-    for rated in (False, True):
-        with progress.progress("bench", 3, said.append, rated=rated) as advance:
-            clock.now += 20
-            advance("http, 1 at once")
-    assert said == ["bench 1/3: http, 1 at once, 40 s left", "bench 1/3: http, 1 at once, 0.1 steps/s, 40 s left"]

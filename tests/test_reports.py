@@ -3,10 +3,14 @@
 import html
 import re
 
+import numpy as np
 import pytest
 
 from bertship.report import Report
+from bertship.tasks import Example, get_task
+from export import gate_report
 from serving.bench_report import conclusions, write_page
+from train.finetune_report import add_errors
 
 STAGES = {
     step: {"requests": 9, "executions": 8, "queue_ms": 0.1, "compute_ms": 0.5, "compute_input_ms": 0.1,
@@ -18,7 +22,7 @@ STAGES = {
 def row(protocol, throughput, p50, clients=None, rate=None):
     return {
         "protocol": protocol, "concurrency": clients, "rate_per_s": rate, "throughput_per_s": throughput, "p50_ms": p50,
-            "mean_ms": p50 * 1.2,
+        "mean_ms": p50 * 1.2,
         "p90_ms": p50 * 2, "p99_ms": p50 * 3, "mean_batch": 1.5, "padding_share": None, "queue_ms": 0.3,
         "compute_ms": 1.5, "steps_ms": 1.4, "stages": STAGES,
     }  # fmt: skip
@@ -90,3 +94,93 @@ def test_bars_are_as_wide_as_their_values():
     assert re.findall(r'<i style="width: ([\d.]+)%"( class=over)?', used) == [("50.0", ""), ("100.0", " class=over")]
     assert "of it" in used
     assert "<h2>" not in Report("t", "w").bars("Nothing", []).command("Nothing").html()
+
+
+def cells(drawn, heading):
+    """The table below a heading: the rows' cells as (class, text), the first row with the headings."""
+    table = drawn.partition(f"<h2>{heading}</h2>")[2].partition("</table>")[0]
+    rows = re.findall(r"<tr>(.*?)</tr>", table)
+    return [re.findall(r"<t[dh](?: class=\"(\w+)\")?>(.*?)</t[dh]>", row) for row in rows]
+
+
+def test_a_column_has_one_number_of_digits_and_one_alignment():
+    rows = [("a", 0.963, 34.5847, 3, "100%", "x", 1e-5), ("b", 1, 180.1, 12000, "99.10%", 2, 3e-5)]
+    drawn = Report("t", "w").table("T", ("n", "share", "ms", "count", "same", "mixed", "rate"), rows).html()
+    head, first, second = cells(drawn, "T")
+    assert [kind for kind, _ in head] == ["", "number", "number", "number", "number", "", "number"]
+    assert [kind for kind, _ in first] == [kind for kind, _ in second] == [kind for kind, _ in head]
+    assert [text for _, text in first] == ["a", "0.9630", "34.6", "3", "100%", "x", "1e-05"]
+    assert [text for _, text in second] == ["b", "1.0000", "180.1", "12,000", "99.10%", "2", "3e-05"]
+    wide = Report("t", "w").table("T", ("v",), [(30000.5,), (0.53125,), (float("inf"),)]).html()
+    assert [text for ((_, text),) in cells(wide, "T")[1:]] == ["30,000", "0.5312", "inf"]
+
+
+def test_facts_are_in_words_and_empty_ones_are_left_out():
+    facts = {
+        "init": "", "task": None, "files": [], "of": {}, "seed": 0, "quiet": False, "names": ["a", "b"],
+        "group": [{"kind": "KIND_CPU", "gpus": []}], "many": [{"n": 1}, {"n": 2}],
+    }  # fmt: skip
+    drawn = Report("t", "w").facts("F", facts).facts("None", {"a": ""}).html()
+    shown = [[text for _, text in row] for row in cells(drawn, "F")]
+    assert shown == [
+        ["seed", "0"], ["quiet", "False"], ["names", "a, b"], ["group.kind", "KIND_CPU"], ["many.0.n", "1"],
+        ["many.1.n", "2"],
+    ]  # fmt: skip
+    assert {kind for row in cells(drawn, "F") for kind, _ in row} == {""} and "<h2>None</h2>" not in drawn
+
+
+def test_the_page_of_a_load_test_has_no_python_in_it(result, tmp_path):
+    result["encoder"] |= {
+        "dynamic_batching": {"preferred_batch_size": [64], "priority_queue_policy": {}},
+        "instance_group": [{"name": "encode_0", "count": 2, "gpus": []}],
+    }
+    (tmp_path / "bench.json").write_text('{"task": "sst2"}')
+    write_page(result, tmp_path)
+    page = html.unescape((tmp_path / "report.html").read_text("utf-8"))
+    shown = {row[0][1]: row[1][1] for row in cells(page, "Encoder")}
+    assert shown == {
+        "backend": "python", "dynamic_batching.preferred_batch_size": "64", "instance_group.name": "encode_0",
+        "instance_group.count": "2",
+    }  # fmt: skip
+    assert not re.search(r"<td[^>]*>[\[{]", page)
+
+
+def comparison(agreement, mode):
+    return {
+        "precision": "int8", "engine": "onnxruntime", "mode": mode, "examples": 9, "rows": 9, "max_difference": 1e-3,
+        "mean_difference": 1e-4, "agreement": agreement, "metric": "f1", "artifact_metric": 0.5,
+        "reference_metric": 0.5, "limits": {"max_difference": 1e-2, "agreement": 0.9}, "passed": True, "failures": [],
+        "where": "in logits, of /far/dev.tsv, line 3", "batches": [],
+    }  # fmt: skip
+
+
+def test_the_gate_says_all_where_it_is_all_and_explains_its_columns():
+    all_same = gate_report.conclusions([comparison(1.0, "alone")])[0]
+    assert "all decisions are PyTorch's" in all_same and "at least" not in all_same
+    nearly = gate_report.conclusions([comparison(0.99999, "alone")])[0]
+    assert "at least 99.99% of the decisions are PyTorch's" in nearly
+    page = Report("t", "w")
+    gate_report.add_comparisons(page, [comparison(1.0, "alone"), comparison(0.99999, "padded to 32")])
+    drawn = html.unescape(page.html())
+    head, *rows = cells(drawn, "Comparisons")
+    same = [text for _, text in head].index("same")
+    assert [row[same][1] for row in rows] == ["100%", "99.99%"] and head[same][0] == "number"
+    for name in ("largest, mean", "same", "alone", "torch half"):
+        assert f"{name}: " in drawn, name
+    assert "padded to N: " in drawn and "of /far/dev.tsv, line 3" in drawn
+
+
+@pytest.mark.parametrize("lengths", [[3] * 9, [1, 2, 2, 3, 5, 8, 13, 21, 34, 55], list(range(1, 101))])
+def test_lengths_are_parted_without_a_gap_or_an_overlap(lengths):
+    task = get_task("sst2")
+    examples = [Example({"TEXT": "w " * n}, "positive", f"line {i}") for i, n in enumerate(lengths)]
+    label = np.array(["positive" if i % 3 else "negative" for i in range(len(lengths))], object)
+    answers = {"LABEL": label, "SCORE": np.full(len(lengths), 0.8)}
+    page = Report("t", "w")
+    add_errors(page, task, examples, answers)
+    _, *rows = cells(page.html(), "By the texts&#x27; length")
+    spans = [[int(end) for end in row[0][1].split(" to ")] for row in rows]
+    assert [n for low, *high in spans for n in range(low, (high or [low])[0] + 1)] == list(
+        range(min(lengths), max(lengths) + 1)
+    )
+    assert sum(int(row[1][1]) for row in rows) == len(lengths)

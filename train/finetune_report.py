@@ -94,12 +94,18 @@ def add_errors(page: Report, task: Task, examples: Sequence[Example], answers: A
     words = np.array([_words(task, example) for example in examples])
     edges = np.unique(np.quantile(words, np.linspace(0, 1, 6)).round())
     rows = []
-    for low, high in itertools.pairwise(edges):
-        chosen = (words >= low) & ((words < high) | (high == edges[-1]))
+    scored = kind.loss == "mean_squared_error"  # a number is never without any error
+    for low, high in itertools.pairwise([*(edges[:-1] if len(edges) > 1 else edges), edges[-1] + 1]):
+        chosen = (words >= low) & (words < high)
         if chosen.any():
-            share = float((errors[chosen] == 0).mean())
-            rows.append((f"{low:.0f} to {high:.0f}", int(chosen.sum()), share, float(errors[chosen].mean())))
-    page.table("By the texts' length", ("words", "examples", "share without any error", "mean error"), rows)
+            found = errors[chosen] if scored else errors[chosen] == 0
+            span = f"{low:.0f}" if high == low + 1 else f"{low:.0f} to {high - 1:.0f}"
+            rows.append((span, int(chosen.sum()), float(found.mean())))
+    page.table(
+        "By the texts' length",
+        ("words", "examples", "mean absolute error" if scored else "share without any error"),
+        rows,
+    )
     scores, right = kind.confidences(task, examples, answers)
     if len(scores):
         page.table(
