@@ -27,11 +27,10 @@ def next_steps(stage: str, directory: Path) -> list[str]:
 def ending(stage: str, directory: Path) -> list[str]:
     """The last lines of a command that made a run: where its page is, and how to go on."""
     page = directory / "report.html"
-    lines = next_steps(stage, directory)
-    return [
-        *([f"report: {shown(page)}"] if page.is_file() else []),
-        *([f"next:   {typed(lines[0])}"] if lines else []),
-    ]
+    following = [f"        {typed(line)}" for line in next_steps(stage, directory)]
+    if following:
+        following[0] = following[0].replace("       ", "next:  ", 1)
+    return [*([f"report: {shown(page)}"] if page.is_file() else []), *following]
 
 
 def write_next(stage: str, directory: Path) -> None:

@@ -290,3 +290,30 @@ def test_an_ended_sweep_keeps_its_runs_and_goes_on_in_the_midst_of_one(
     ]
     assert results[0] == results[1]
     assert sorted(path.name for path in folder.iterdir()) == ["default", "default.sweep"]
+
+
+def train_slowly(init: Path, out: Path, config: FinetuneConfig) -> None:
+    train("best", init, out, config, lambda line: time.sleep(0.2 if line.startswith("step ") else 0))
+
+
+def test_two_trainings_of_one_name(processes: Any, tmp_path: Path) -> None:
+    """The second is refused, whatever it was asked for, and leaves the first alone; a killed one holds nothing."""
+    init, out = tmp_path / "init", tmp_path / "runs" / "run"
+    init.mkdir()
+    save_model(make_model(CASES["best"][0]), TOKENIZER, init)
+    log, config = finetune_training.home_of(out) / "metrics.jsonl", config_of("best", evaluations=20)
+    running = processes.Process(target=train_slowly, args=(init, out, config))
+    running.start()
+    until = time.monotonic() + 60
+    while (not log.is_file() or len(read_log(log)) < 8) and time.monotonic() < until:
+        time.sleep(0.002)
+    for restart in (False, True):
+        with pytest.raises(InputError, match=rf"process {running.pid} is training in .*run\.training; wait .*--name"):
+            train("best", init, out, config, restart=restart)
+    assert running.is_alive()
+    assert len(read_log(log)) >= 8
+    running.kill()
+    running.join()
+    train("best", init, out, config)
+    assert [line["step"] for line in read_log(out / "metrics.jsonl") if "loss" in line] == list(range(1, STEPS + 1))
+    assert [path.name for path in out.parent.iterdir()] == ["run"]

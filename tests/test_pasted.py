@@ -54,7 +54,8 @@ def test_every_command_of_every_report_can_be_typed(bertship, own, warm_start):
     assert code == 0, err
     assert re.search(r"dev: \d+ of 60 examples in .*, parted by text", err) and "dev split after update 2: f1 " in err
     assert re.search(r"  f1 +0\.\d{4}  \(macro\)\n", out) and re.search(r"  train +[\d.]+ s\n", out)
-    assert out.endswith(f"report: {tuned}/report.html\nnext:   {typed('bertship evaluate --task queues')}\n")
+    steps = [typed(f"bertship {command} --task queues") for command in ("evaluate", "export")]
+    assert out.endswith(f"report: {tuned}/report.html\nnext:   {steps[0]}\n        {steps[1]}\n")
     facts = json.loads((tuned / "manifest.json").read_text("utf-8"))
     assert facts["inputs"]["dev_share"] == 0.25 and facts["metrics"]["epochs_run"] == pytest.approx(
         2 * 4 / 45, abs=0.01
@@ -78,6 +79,7 @@ def test_every_command_of_every_report_can_be_typed(bertship, own, warm_start):
         assert code == 0 and "report: runs/" in out, err
     (again,) = commands(runs / "evaluate" / "queues" / "default" / "report.html", "Reproduce")
     assert bertship(*again[1:])[0] == 0
+    assert commands(runs / "evaluate" / "queues" / "default" / "report.html", "Next") == [export]
     (again,) = commands(runs / "export" / "queues" / "report.html", "Reproduce")
     assert again[again.index("--data") + 1] == f"{own}/my data"
     code, _, err = bertship(*again[1:])
@@ -98,6 +100,9 @@ def test_a_sweep_says_what_made_it(bertship, own, warm_start):
     assert code == 0, err
     (again,) = commands(Path("runs/finetune/queues/n.sweep/report.html"), "Reproduce")
     assert again[-2:] == ["--seeds", "2"] and again[again.index("--name") + 1] == "n"
+    for line in commands(Path("runs/finetune/queues/n.sweep/report.html"), "Next"):
+        assert line[2:] == ["--task", "queues", "--name", "n"]
+        assert bertship(*line[1:])[0] == 0
     (again,) = commands(Path("runs/finetune/queues/n/report.html"), "Reproduce")
     assert again[again.index("--name") + 1] == "n", "not the place where a sweep makes its runs"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from bertship.artifacts import publish, read_manifest, versions, write_manifest
 from bertship.errors import counted
-from bertship.next_steps import of_run
+from bertship.next_steps import next_steps, of_run
 from bertship.report import Report as Page
 from bertship.shell import place, shown, shown_places
 from bertship.tasks import Example, Task
@@ -74,5 +74,6 @@ def _publish(
         page.facts("Versions", versions())
         given = f" --data {place(data)}" if data else ""
         page.command("Reproduce", f"bertship evaluate{of_run(run)}{given}")
+        page.command("Next", *next_steps("finetune", run)[1:])  # what comes after the evaluation
         page.write(staging / "report.html")
         write_manifest(staging, "evaluate", inputs={"run": str(run)}, metrics=metrics, task=task.name)

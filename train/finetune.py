@@ -4,6 +4,7 @@ While a training runs, its snapshots and log are in `NAME.training` beside its p
 signal or the power, the same command goes on from the last snapshot. `NAME` appears when all is done, whole.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -94,8 +95,8 @@ def finetune(
     evaluation), `report.html` and `manifest.json`, which is returned.
 
     On one machine, equal inputs, seed, processes and threads give equal losses and weights, interrupted or not.
-    Raises InputError for unfit input, also where an interrupted training has other settings, and CheckFailed when
-    training diverges; then nothing is published.
+    Raises InputError for unfit input, also where an interrupted training has other settings or another process trains
+    for the same run, and CheckFailed when training diverges; then nothing is published.
     """
     if task.behaviour.needs_labels and not task.labels:
         raise InputError(f"task {task.name} has no labels")
@@ -112,12 +113,13 @@ def finetune(
     task = with_features(task, config)
     say: Report = report if processes.main else lambda line: None
     recipe, code = recipe_of(task, init, config, train, dev), code_of()
-    training = Training(task, init, out, config, train, dev, say, recipe, code, restart, processes)
-    best, metrics = training.run(more or {})
-    if processes.main:
-        _publish(training, out, best, metrics, facts)
-    training.forget()
-    processes.wait()
+    with contextlib.ExitStack() as stack:
+        training = Training(task, init, out, config, train, dev, say, recipe, code, restart, processes, stack)
+        best, metrics = training.run(more or {})
+        if processes.main:
+            _publish(training, out, best, metrics, facts)
+        training.forget()
+        processes.wait()
     return artifacts.read_manifest(out, "finetune")
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bertship.artifacts import clear_directory
 from bertship.config import FinetuneConfig
 from bertship.errors import CheckFailed, counted
 from bertship.pipeline import Runner
@@ -29,7 +30,7 @@ from train.finetune_start import Report, start_model
 from train.heads import HeadedModel
 from train.optim import restore_schedule, schedule_state
 from train.scoring import answer, columns_of, evaluate, served
-from train.snapshots import Snapshot, Snapshots, check_claim, claim, load_optimizer, optimizer_tensors
+from train.snapshots import LOCK, Snapshot, Snapshots, check_claim, claim, held, load_optimizer, optimizer_tensors
 from train.torch_runner import TorchRunner
 from train.watch import MetricsLog, StopRequest, UpdateGuard, stop_request, weights_state
 
@@ -75,8 +76,8 @@ class Best:
 class Training:
     """One call of `train.finetune.finetune`: what it was given, checked, and what it makes of it.
 
-    `recipe`, `code`: what decides whether an interrupted training is this one, and whether it can go on. Raises
-    InputError.
+    `recipe`, `code`: what decides whether an interrupted training is this one, and whether it can go on. What is kept
+    while it lasts is this process's alone until `stack` is closed. Raises InputError.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Training:
         code: str,
         restart: bool,
         processes: Processes,
+        stack: contextlib.ExitStack,
     ) -> None:
         self.task, self.config, self.dev, self.processes = task, config, dev, processes
         self.recipe, self.code, self.report = recipe, code, report
@@ -100,11 +102,7 @@ class Training:
         self.log_path = self.home / "metrics.jsonl"
         self.snapshots = Snapshots(self.home / "snapshots", SNAPSHOTS_KEPT)
         processes.wait()  # all have read the inputs before one changes anything
-        if processes.main and restart:
-            shutil.rmtree(self.home, ignore_errors=True)
-        processes.wait()
-        check_claim(self.home, recipe, restart=False)
-        processes.wait()
+        processes.judge(lambda: self._take_home(stack, restart))
         snapshot = self._newest()
         torch.manual_seed(config.seed)
         self.model: HeadedModel
@@ -149,6 +147,10 @@ class Training:
         """Passes over the training examples that so many updates are."""
         return updates * self.config.batch_size / len(self.learner.units.units)
 
+    def _take_home(self, stack: contextlib.ExitStack, restart: bool) -> None:
+        stack.enter_context(held(self.home))
+        check_claim(self.home, self.recipe, restart)
+
     def _newest(self) -> Snapshot | None:
         """The main process's choice: the others must not see another one."""
         found = self.snapshots.newest(self.report) if self.processes.main else None
@@ -156,7 +158,7 @@ class Training:
             self.report(f"the code has changed since {found.path} was written: training begins anew")
             found = None
         if self.processes.main and not found:
-            shutil.rmtree(self.home, ignore_errors=True)
+            clear_directory(self.home, but=LOCK)
         step = int(self.processes.agree(str(found.step if found else -1)))
         return found or (self.snapshots.read(step) if step >= 0 else None)
 

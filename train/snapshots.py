@@ -34,7 +34,7 @@ from train.heads import HeadedModel
 OPTIMIZER = "optimizer.safetensors"
 TRAINING = "training.json"
 RECIPE = "recipe.json"
-_LOCK = "lock"
+LOCK = "lock"
 _PREFIX = "step-"
 
 
@@ -182,7 +182,7 @@ def held(home: Path) -> Iterator[None]:
     """
     made = not home.exists()
     artifacts.make_directory(home)
-    path = home / _LOCK
+    path = home / LOCK
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,7 +216,7 @@ def check_claim(home: Path, recipe: dict[str, Any], restart: bool) -> None:
     Raises InputError that names what differs.
     """
     if restart:
-        artifacts.clear_directory(home, but=_LOCK)
+        artifacts.clear_directory(home, but=LOCK)
         with contextlib.suppress(OSError):
             home.rmdir()
     path = home / RECIPE

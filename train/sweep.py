@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bertship.artifacts import publish, read_manifest, versions, write_manifest, write_text
+from bertship.next_steps import next_steps
 from bertship.report import Report as Page
 from bertship.tasks import Task
 from train.distributed import Processes, alone
@@ -112,7 +113,10 @@ def _publish(
         (staging / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in results), encoding="utf-8")
         inputs = {"init": init, "data": found.data, "task_file": task.source}
         again = " ".join([training_command(task, found.config, inputs, out), *options])
-        _page(task, found, summary, results, again).write(staging / "report.html")
+        page = _page(task, found, summary, results)
+        page.command("Reproduce", again)
+        page.command("Next", *next_steps("finetune", out))
+        page.write(staging / "report.html")
         write_manifest(
             staging,
             "sweep",
@@ -223,7 +227,6 @@ def _page(
     found: TrainingData,
     summary: Mapping[str, Any],
     results: Sequence[Mapping[str, Any]],
-    again: str,
 ) -> Page:
     metric = task.metrics[0]
     values = summary[metric]
@@ -257,5 +260,4 @@ def _page(
     )
     page.facts("Settings of all", found.config.model_dump())
     page.facts("Versions", versions())
-    page.command("Reproduce", again)
     return page
