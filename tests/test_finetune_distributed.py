@@ -192,6 +192,6 @@ def test_torchrun_starts_the_command(many: tuple[str, ...], data: Path, warm_sta
     done = torchrun(*given, *small, "--set", "min_updates=4", *many)
     said = json.loads(done.stdout)
     run = json.loads((tmp_path / "finetune" / "sst2" / "default" / "manifest.json").read_text())
-    assert run["processes"] == 2 and done.stderr.count("updates of 16 (") == (2 if many else 1), "one speaks for all"
+    assert run["processes"] == 2 and done.stderr.count("updates of 16 in ") == (2 if many else 1), "one speaks for all"
     assert said["metrics"]["runs"] == 2 if many else said == run
     assert (tmp_path / "finetune" / "sst2" / "default" / "report.html").is_file()

@@ -341,6 +341,6 @@ def test_a_finished_run_is_not_replaced_without_a_word(corpus: Path, tmp_path: P
     for settings in ({}, {}, {"learning_rate": "1e-3"}):
         make_pretraining(corpus, out, str(tmp_path / "nano.toml"), settings, said.append)
     assert [line.split("; ")[0] for line in said if line.startswith(str(out))] == [
-        f"{out} is up to date",
+        f"{out} is up to date: nothing was made again (--force does), this is its result",
         f"{out} is finished and differs from what is asked for (corpus, settings, start or code)",
     ]
