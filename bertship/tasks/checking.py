@@ -160,7 +160,7 @@ def _duplicates(split: str, keyed: Sequence[tuple[str, Example]], findings: Find
     clashing = [group for group in same if len({str(e.target) for e in group}) > 1]
     places = lambda group: f"{group[0].where} and {_line(group[1].where)}"  # noqa: E731
     if same:
-        findings.warnings += _some(same, f"{split} texts met more than once", places)
+        findings.warnings += _some(same, f"{split} texts met more than once, case and punctuation apart", places)
     if clashing:
         findings.warnings += _some(clashing, f"{split} texts with different labels", places)
 
