@@ -204,7 +204,9 @@ def read_manifest(directory: Path, stage: str | None = None) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise InputError(f"{path} is no JSON object; make the directory again")
     if stage and manifest.get("stage") != stage:
-        raise InputError(f"{directory} was written by stage {manifest.get('stage')!r}; a {stage!r} directory is needed")
+        raise InputError(
+            f"{directory} was written by stage {manifest.get('stage')!r}; a directory of stage {stage!r} is needed"
+        )
     if stage in _FIELDS:
         _check_fields(path, manifest, _FIELDS[stage])
     return manifest

@@ -19,6 +19,10 @@ from bertship.shell import place
 
 FILES = {"bench.json": "bench", "engines.json": "bench-engine"}  # kinds that are told by a file of their own
 _NOT_SETTINGS = {"model_files", "fingerprint"}  # hashes, which say nothing to people
+# of a training: what it did, not how good it became
+_COURSE = {
+    *("best_step", "updates", "epochs_run", "train_seconds", "tokens_per_second", "padding_share", "skipped_updates"),
+}
 _SMOOTHED = 100  # windows into which losses of single updates are averaged
 Axes = tuple[str, str, str]  # a chart's heading, and the names of its axes
 
@@ -129,7 +133,7 @@ def page(runs: Sequence[Run]) -> Report:
 
 
 def conclusions(runs: Sequence[Run]) -> list[str]:
-    """How much differs in what the runs were given, and which metrics differ most."""
+    """How much differs in what the runs were given, and which metrics differ most; how good they are comes first."""
     differing = [name for name, _ in _settings(runs, True)]
     shown = ", ".join(differing[:6]) + (f" and {len(differing) - 6} more" if len(differing) > 6 else "")
     said = [f"They differ in {shown}." if differing else "No recorded setting differs."]
@@ -140,9 +144,10 @@ def conclusions(runs: Sequence[Run]) -> list[str]:
             changed.append((max(abs(value / found[0] - 1) for value in found), name, found))
     if not changed:
         return [*said, "No metric that all of them have differs."]
-    for share, name, found in sorted(changed, key=lambda c: -c[0])[:3]:
+    for share, name, found in sorted(changed, key=lambda c: (c[1] in _COURSE, -c[0]))[:3]:
         least, most = (runs[found.index(pick(found))].name for pick in (min, max))
-        said.append(f"{name} differs by up to {share:.1%}: {min(found):.4g} ({least}) to {max(found):.4g} ({most}).")
+        low, high = _alike([min(found), max(found)])
+        said.append(f"{name} differs by up to {share:.1%}: {low} ({least}) to {high} ({most}).")
     said.append("One run each says nothing about chance: --seeds, or a measurement repeated, does.")
     return said
 
@@ -275,15 +280,22 @@ def _metrics(runs: Sequence[Run]) -> Iterable[tuple[str, list[float | None]]]:
 
 def _with_differences(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
     for name, (first, *others) in _metrics(runs):
-        cells = ["" if first is None else _shown(first)]
-        for value in others:
+        shown_first, *shown_others = _alike([first, *others])
+        cells = [shown_first]
+        for value, shown in zip(others, shown_others, strict=True):
             difference = _difference(first, value)
             share = f", {difference / first:+.1%}" if difference and first else ""
-            shown = "" if value is None else _shown(value)
             cells.append(
                 shown if difference is None else f"{shown} ({difference:+.4g}{share})" if difference else shown
             )
         yield name, cells
+
+
+def _alike(values: Sequence[float | None]) -> list[str]:
+    """Values of one metric: shares among them with one number of decimals; empty for one that is not there."""
+    numbers = [value for value in values if value is not None]
+    shares = any(isinstance(value, float) for value in numbers) and all(0.01 <= abs(v) <= 1 for v in numbers if v)
+    return ["" if v is None else f"{v:.4f}" if shares else _shown(v) for v in values]
 
 
 def _difference(first: float | None, value: float | None) -> float | None:

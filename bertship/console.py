@@ -68,13 +68,24 @@ def metric_lines(metrics: dict[str, Any], indent: str = "  ", notes: Mapping[str
 
 
 def answer_lines(answers: list[dict[str, Any]], labels: Sequence[str] = ()) -> list[str]:
-    """Answers for people, a line of JSON each; PROBABILITIES by the names of the `labels`, in whose order they are."""
+    """Answers for people, a line of JSON each; PROBABILITIES by the names of the `labels`, in whose order they are.
+
+    Numbers have six digits, as many as FP32 bears.
+    """
     named = []
     for answer in answers:
         shares = answer.get("PROBABILITIES", [])
         known = len(shares) == len(labels) > 0
         named.append(answer | {"PROBABILITIES": dict(zip(labels, shares, strict=True))} if known else answer)
-    return [json.dumps(answer, ensure_ascii=False) for answer in named]
+    return [json.dumps(_short(answer), ensure_ascii=False) for answer in named]
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _short(item) for name, item in value.items()}
+    return [_short(item) for item in value] if isinstance(value, list) else value
 
 
 def difference(value: float | None) -> str:

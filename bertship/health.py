@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -23,13 +23,14 @@ STEPS = ("tokenize", "encode", "decode")  # the models of a task's ensemble: TAS
 class TaskHealth:
     """What one task answered: `problem` is empty where it answered well, `seconds` is how long that took.
 
-    `status` is that of HTTP; 0 where no answer came.
+    `status` is that of HTTP; 0 where no answer came. `version` is that of the task's steps, where the server tells.
     """
 
     task: str
     problem: str
     seconds: float
     status: int = 0
+    version: str = ""
 
     @property
     def ok(self) -> bool:
@@ -81,6 +82,16 @@ class Endpoint:
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             problem, status = _no_answer(error), 0
         return TaskHealth(task, " ".join(problem.split()), time.monotonic() - started_s, status)
+
+    def version(self, task: str, timeout_s: float = 5.0) -> str:
+        """The version that the task's ensemble names for its steps; empty where it tells none."""
+        try:
+            status, body = self.call("GET", f"/v2/models/{quote(task, safe='')}/config", timeout_s=timeout_s)
+            steps = json.loads(body)["ensemble_scheduling"]["step"] if status == 200 else []
+            named = {int(step.get("model_version", -1)) for step in steps}
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            return ""
+        return str(named.pop()) if len(named) == 1 and min(named) > 0 else ""
 
 
 def probe_request(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,13 +146,15 @@ def check(url: str, tasks: Iterable[str] = (), timeout_s: float = 5.0) -> list[T
             problem = _no_answer(error)
         if problem:
             return [TaskHealth("", problem, time.monotonic() - started_s)]
-    return [endpoint.probe(name, timeout_s) for name in names]
+    results = [endpoint.probe(name, timeout_s) for name in names]
+    return [replace(r, version=endpoint.version(r.task, timeout_s)) if r.ok else r for r in results]
 
 
 def lines(results: Iterable[TaskHealth]) -> list[str]:
     """The results for people, one line each."""
     return [
-        f"{result.task or 'server':<16} {result.problem or f'answers in {result.seconds * 1000:.0f} ms'}"
+        f"{result.task or 'server':<16} {f'version {result.version} ' if result.version else ''}"
+        f"{result.problem or f'answers in {result.seconds * 1000:.0f} ms'}"
         for result in results
     ]
 

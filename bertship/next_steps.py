@@ -114,6 +114,7 @@ def _export(directory: Path, files: Path) -> list[str]:
         *lines,
         f"bertship repository{named}{_option(runs)}",
         f"bertship serve --detach{_option(runs)}",
+        f"bertship deploy {export}{_option(runs)}    # where a server runs already, instead of the two before",
         f"bertship ask{named}{_option(runs)} {asked}",
     ]
 

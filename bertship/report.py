@@ -36,7 +36,7 @@ table.bars i.over { background: #d55e00; }
 pre { border: 1px solid var(--line); padding: .6rem; overflow-x: auto; }
 """
 # Colours that are told apart by most people with a colour vision deficiency (Okabe and Ito 2008), on white and black.
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 _INK = "#123456"  # what the page's own colour replaces
 _FEW_POINTS = 20  # a curve of few has a mark at each
 _DECIMALS = 4  # at most, in a column
@@ -103,8 +103,7 @@ class Report:
             widest = full or max(value for _, value in bars) or 1.0
             shown = _column([float(value) for _, value in bars])
             body = "".join(
-                f'<tr><td>{html.escape(name)}</td><td class="number">{cell}</td><td><i style="width: '
-                f'{min(100 * value / widest, 100):.1f}%"{" class=over" if value > widest else ""}></i></td></tr>'
+                f'<tr><td>{html.escape(name)}</td><td class="number">{cell}</td><td>{_bar(value / widest)}</td></tr>'
                 for (name, value), cell in zip(bars, shown, strict=True)
             )
             self._parts.append(f'{_heading(heading)}<table class="bars">{body}</table>{_note(note)}')
@@ -133,6 +132,13 @@ class Report:
 
 def _heading(text: str) -> str:
     return f"<h2>{html.escape(text)}</h2>" if text else ""
+
+
+def _bar(share: float) -> str:
+    """A bar of so much of the column, in another colour where it is more than that; none for 0."""
+    if not share:
+        return ""
+    return f'<i style="width: {min(100 * share, 100):.1f}%"{" class=over" if share > 1 else ""}></i>'
 
 
 def _note(note: str) -> str:
@@ -211,6 +217,7 @@ def _draw(curves: Sequence[Curve], x: str, y: str, logarithmic: bool) -> str:
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     points = [(curve.name, *_points(curve)) for curve in curves]
     if not any(xs for _, xs, _ in points):
@@ -222,12 +229,14 @@ def _draw(curves: Sequence[Curve], x: str, y: str, logarithmic: bool) -> str:
         axes = figure.subplots()
         for number, (name, xs, ys) in enumerate(points):
             marker = "o" if len(xs) <= _FEW_POINTS else None
-            axes.plot(xs, ys, label=name, color=_COLOURS[number % len(_COLOURS)], linewidth=1.3, marker=marker)
+            axes.plot(xs, ys, label=name, color=COLOURS[number % len(COLOURS)], linewidth=1.3, marker=marker)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.spines[["top", "right"]].set_visible(False)
         if logarithmic:
             axes.set_yscale("log")
+            for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                which(LogFormatter(minor_thresholds=(2, 0.5)))  # plain numbers
         if len(points) > 1:
             axes.legend(frameon=False)
         figure.patch.set_alpha(0)

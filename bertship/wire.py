@@ -134,7 +134,9 @@ def reply_tensors(reply: Any) -> dict[str, np.ndarray]:
 
 
 def sendable(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Parameters as both protocols carry them: no null, no fractions."""
+    """Parameters as both protocols carry them: no null, no fractions. Raises InputError for what is no mapping."""
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InputError(f"parameters are {seen(parameters)}, a mapping is needed; texts go by name, as in TEXT=...")
     sent = {
         name: "none" if v is None else str(v) if isinstance(v, float) else v for name, v in (parameters or {}).items()
     }

@@ -102,7 +102,7 @@ def conclusions(results: Sequence[Mapping[str, Any]]) -> list[str]:
         if scored:
             change = min(r["artifact_metric"] - r["reference_metric"] for r in scored)
             by = f"changes by {change:+.4f} at worst" if abs(change) >= SHOWN else "does not change"
-            sentence += f" {scored[0]['metric']} {by}."
+            sentence += f" The metric, {scored[0]['metric']}, {by}."
         said.append(sentence)
     return said
 

@@ -83,10 +83,20 @@ def _make(
         report(f"{out} is up to date: nothing was made again (--force does), this is its result")
         manifest = read_manifest(out, "export")
     else:
+        _say_what_goes(source, out, report)
         manifest = export_source(source, out, precisions, examples, report, lenient, calibration, machine, data)
     if not (out / REPORT).is_file():
         write_export_report(out)
     return manifest
+
+
+def _say_what_goes(source: Source, out: Path, report: Report) -> None:
+    """An export of another run is replaced: there is one export of a task."""
+    with contextlib.suppress(InputError):
+        before = read_manifest(out, "export")["inputs"]
+        name = before.get("run") or before.get("model")
+        if name and Path(name).absolute() != source.where.absolute():
+            report(f"{out} holds the export of {name}; that of {source.where} takes its place")
 
 
 def check_replaceable(out: Path) -> None:

@@ -59,6 +59,7 @@ def bench(
     seconds: float = 5.0,
     report: Callable[[str], None] = lambda line: None,
     precision: str | None = None,
+    served_version: str = "",
     metrics_url: str | None = None,
     server_pid: int | None = None,
 ) -> dict[str, Any]:
@@ -68,8 +69,8 @@ def bench(
 
     `samples` are an export's: {"columns": {tensor name: text}, ...} each. `seconds` is what one run measures, longer
     where requests take longer than a window. `request_rates`, per second, are open-loop runs with Poisson arrivals.
-    `precision` is recorded only: the server does not tell. With `metrics_url` the share of padding is read, with
-    `server_pid` the memory of each step's process.
+    `precision` and `served_version` are recorded only. With `metrics_url` the share of padding is
+    read, with `server_pid` the memory of each step's process.
 
     Raises InputError: nothing to ask, or a wrong setting; ServerUnavailable: no server, or the task is not served;
     CheckFailed: perf_analyzer failed, with its own reason. Nothing is written then.
@@ -101,6 +102,7 @@ def bench(
     result: dict[str, Any] = {
         "task": task_name,
         "precision": precision,
+        "served_version": served_version,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": _machine(),
         "versions": artifacts.versions() | _served_versions(triton) | {"tritonserver": version},

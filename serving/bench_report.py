@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bertship.next_steps import next_steps
-from bertship.report import Curve, Report
+from bertship.report import COLOURS, Curve, Report
 
 GAIN = 1.05  # clients that bring less than this are too many
 
@@ -28,9 +28,9 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         for row in result["rows"]
         if row["concurrency"] == 1 and (stages := list(row["stages"].items()))
     ]
-    machine, precision = result["machine"], result["precision"]
+    machine = result["machine"]
     where = (
-        f"{result['task']}{', ' + precision.upper() if precision else ''}, one text a request, on {machine['cores']} "
+        f"{_what(result)}, one text a request, on {machine['cores']} "
         f"cores of {machine['cpu']} shared with the client (load at the start: {machine['load_at_start']:.1f})"
     )
     memory = result["memory"]
@@ -58,34 +58,61 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     """Latency over throughput, a line for each protocol and kind of load, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for protocol in dict.fromkeys(row["protocol"] for row in result["rows"]):
+    for place, protocol in enumerate(dict.fromkeys(row["protocol"] for row in result["rows"])):
         for kind, marker in (("concurrency", "o"), ("rate_per_s", "s")):
             rows = [row for row in result["rows"] if row["protocol"] == protocol and row[kind]]
             rows.sort(key=lambda row: row[kind])
+            colour = COLOURS[place + (2 if kind == "rate_per_s" else 0)]
             for percentile, style in (("p50_ms", "-"), ("p99_ms", ":")):
                 axes.plot(
                     [row["throughput_per_s"] for row in rows],
                     [row[percentile] for row in rows],
                     style,
                     marker=marker,
+                    markersize=5,
+                    color=colour,
                     label=f"{protocol}, {_KINDS[kind]}, {percentile[:3]}" if rows else None,
                 )
             for row in rows:
-                axes.annotate(_load(row), (row["throughput_per_s"], row["p50_ms"]), fontsize=7)
+                axes.annotate(
+                    f"{row[kind]:g}{'' if kind == 'concurrency' else '/s'}",
+                    (row["throughput_per_s"], row["p50_ms"]),
+                    (0, 6 if place else -12),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    color=colour,
+                )
     axes.set(xlabel="texts a second", ylabel="latency, ms", yscale="log")
     precision = f", {result['precision'].upper()}" if result["precision"] else ""
-    axes.set_title(f"{result['task']}{precision}, {result['machine']['cores']} cores, one text a request", fontsize=10)
+    title = f"{result['task']}{precision}, {result['machine']['cores']} cores, one text a request"
+    axes.set_title(f"{title}; numbers: clients at once, or requests a second", fontsize=10)
     axes.grid(alpha=0.3)
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which(LogFormatter(minor_thresholds=(2, 0.5)))
     axes.legend(fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 _KINDS = {"concurrency": "clients", "rate_per_s": "Poisson arrivals"}
+
+
+def _what(result: Mapping[str, Any]) -> str:
+    """The task, its precision, and the version that answered."""
+    served = result.get("served_version")
+    return ", ".join(
+        [
+            result["task"],
+            *([result["precision"].upper()] if result["precision"] else []),
+            *([f"version {served}"] if served else []),
+        ]
+    )
 
 
 def _load(row: Mapping[str, Any]) -> str:
@@ -106,10 +133,10 @@ def _share(value: float | None) -> str:
 
 def write_page(result: Mapping[str, Any], directory: Path) -> None:
     """Write `report.html` into the run's directory, which holds `bench.json` already."""
-    machine, precision, rows = result["machine"], result["precision"], result["rows"]
+    machine, rows = result["machine"], result["rows"]
     page = Report(
         f"{result['task']}: the server under load",
-        f"{result['task']}{', ' + precision.upper() if precision else ''} on Triton "
+        f"{_what(result)} on Triton "
         f"{result['versions']['tritonserver']}, one text a request, {result['settings']['texts']:,} different texts, "
         f"on {machine['cores']} cores of {machine['cpu']}, which the client shares.",
     )
@@ -207,6 +234,8 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
                 if enough is not closed[0]
                 else f"{_load(enough)} reaches that within {GAIN - 1:.0%}, and more of them wait longer."
             )
+            if enough is closed[-1]:
+                reached = f"that is with {_load(enough)}, the most that were tried, and may not be all."
             said.append(f"{protocol}: at most {most:,.0f} texts a second; {reached}")
         said += [
             f"{protocol}: of {row['rate_per_s']:g} requests asked for a second only {row['throughput_per_s']:.0f} were "

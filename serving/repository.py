@@ -17,7 +17,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from bertship.artifacts import check_files, publish, read_manifest, write_text
+from bertship.artifacts import check_files, publish, read_manifest, versions, write_text
 from bertship.errors import CheckFailed, InputError
 from bertship.pipeline import graph_of
 from bertship.runners import OnnxRunner
@@ -32,7 +32,7 @@ from serving.warmup import add_warmups
 VERSION = "1"
 ENCODER_INPUTS = tuple(TensorSpec(name, "INT64", (-1, -1)) for name in OnnxRunner.INPUTS)
 TRUNCATED = TensorSpec("TRUNCATED", "BOOL")
-SERVED = "served.json"  # beside the graph: its precision, its name in the export, its hash
+SERVED = "served.json"  # beside the graph: what is served, of which run, and how good the gate found it
 COMMITTED = ("sst2", "mnli", "stsb", "squad", "ner")  # built-in tasks whose configurations version control holds
 STEPS = {"tokenize": "TokenizeStep", "encode": "EncodeStep", "decode": "DecodeStep"}
 
@@ -79,14 +79,37 @@ def contents(
     if faults := lint(texts, task.name, plan):
         raise CheckFailed(f"the configurations of {task.name} do not fit together: {'; '.join(faults)}")
     encode = f"{task.name}_encode/{version}"
-    sha256 = manifest["files"][graph]["sha256"]
-    served = {"precision": precision or manifest["serve"], "graph": graph, "sha256": sha256}
-    texts[f"{encode}/{SERVED}"] = json.dumps(served, indent=2) + "\n"
+    texts[f"{encode}/{SERVED}"] = json.dumps(facts_of(manifest, precision), indent=2) + "\n"
     return texts, {
         f"{task.name}_tokenize/{version}/tokenizer.json": export / "tokenizer.json",
         f"{encode}/model.onnx": export / graph,
         **({f"{encode}/{PLAN_FILE}": export / plan.file} if plan else {}),
         **{f"{task.name}_{step}/{version}/task.json": export / "task.json" for step in STEPS},
+    }
+
+
+def facts_of(manifest: Mapping[str, Any], precision: str | None) -> dict[str, Any]:
+    """What is kept with a served version: the graph, its run, hashes of all that decides an answer, and its metric.
+
+    `metric` is None where the gate's texts had no labels.
+    """
+    graph, precision = graph_of(manifest, precision), precision or str(manifest["serve"])
+    names = sorted({graph, "task.json", "tokenizer.json", PLAN_FILE} & manifest["files"].keys())
+    judged = [
+        row for row in manifest["metrics"]["parity"]
+        if row["precision"] == precision and row["artifact_metric"] is not None
+    ]  # fmt: skip
+    worst = min(judged, key=lambda row: row["artifact_metric"], default=None)
+    metric = (
+        {"name": worst["metric"], "value": worst["artifact_metric"], "examples": worst["examples"]} if worst else None
+    )
+    return {
+        "precision": precision,
+        "graph": graph,
+        "bertship": versions()["bertship"],
+        "run": manifest["inputs"].get("run") or manifest["inputs"].get("model"),
+        "files": {name: manifest["files"][name]["sha256"] for name in names},
+        "metric": metric,
     }
 
 
@@ -151,8 +174,14 @@ def served_version(repository: Path, task: str) -> str:
 
 def served_precision(repository: Path, task_name: str) -> str | None:
     """The precision of the graph that is served of the task; None where it was not put there by `render`."""
-    path = repository / f"{task_name}_encode" / served_version(repository, task_name) / SERVED
-    return str(json.loads(path.read_text(encoding="utf-8"))["precision"]) if path.is_file() else None
+    facts = served_facts(repository, task_name, served_version(repository, task_name))
+    return str(facts["precision"]) if facts else None
+
+
+def served_facts(repository: Path, task_name: str, version: str) -> dict[str, Any]:
+    """`facts_of` the export that a version is from; empty where it was not put there by `render` or a deployment."""
+    path = repository / f"{task_name}_encode" / version / SERVED
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def render_configurations(repository: Path) -> None:

@@ -233,4 +233,4 @@ def _number(text: str) -> int | None:
 
 def describe(task_name: str) -> str:
     """What `lint` has passed, in a line."""
-    return f"{task_name}: wiring, shapes, types, batches, ragged inputs and warm-up fit together in all three worlds"
+    return f"{task_name}: wiring, shapes, types, batches, ragged inputs and warm-up fit together in all variants"

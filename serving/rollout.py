@@ -10,7 +10,7 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from bertship.tasks import TASKS
 from bertship.tasks.base import Task
 from serving.check import BATCH, check_answers
 from serving.control import CANDIDATE, Control, steps_of
-from serving.repository import STEPS, contents, copy_into, render_files, served_version
+from serving.repository import STEPS, contents, copy_into, facts_of, render_files, served_facts, served_version
 
 MAX_SAMPLES = 200
 DRAIN_S = 30.0  # how long a version that no new request reaches is waited for before it is taken away
@@ -41,20 +41,31 @@ class Rollout:
         self._repository, self._server, self._log = Path(repository).absolute(), server, log
 
     def deploy(self, export: Path, precision: str | None = None) -> dict[str, Any]:
-        """Put the export's task into service; returns {"task", "version", "previous", "samples", "seconds"}.
+        """Put the export's task into service.
+
+        Returns {"task", "version", "previous", "removed", "facts", "facts_before", "samples", "seconds"}: `removed` are
+        the versions taken away, `facts` those of `repository.facts_of`. Where this very export serves already nothing
+        is done, and no sample is asked.
 
         Raises InputError for an export that is none, CheckFailed where the new version does not load or does not
         answer as the export's samples do; the version before then goes on serving and nothing is left of the new one.
         """
         started_s = time.monotonic()
         manifest = read_manifest(export, "export")
-        check_files(export, manifest, ("task.json", "samples.jsonl", graph_of(manifest, precision)))
+        check_files(export, manifest, ("task.json", "tokenizer.json", "samples.jsonl", graph_of(manifest, precision)))
         task = Task.from_file(export / "task.json")
         with self._alone():
             before = self._served(task.name)
+            facts = facts_of(manifest, precision)
+            facts_before = served_facts(self._repository, task.name, before) if before else {}
+            result = {"task": task.name, "removed": [], "facts": facts, "facts_before": facts_before}
+            if all(facts_before.get(name) == facts[name] for name in ("files", "bertship")):
+                seconds = round(time.monotonic() - started_s, 3)
+                return {**result, "version": before, "previous": before, "samples": 0, "seconds": seconds}
             version = str(1 + max([0, *self._with_weights(task.name)]))
             said = {"task": task.name, "version": version}
-            self._log("deploy", f"{task.name}: version {version} from {export}", **said)
+            judged = f": {measured(facts)}; version {before}: {measured(facts_before)}" if before else ""
+            self._log("deploy", f"{task.name}: version {version} from {export}{judged}", **said)
             kept = self._configurations(task.name)
             try:
                 ensemble = self._place(task, version, *contents(export, precision, version))
@@ -69,10 +80,11 @@ class Rollout:
                     raise
                 raise CheckFailed(f"{reason}; version {before or 'none'} goes on serving") from None
             self._remove_candidate(task.name)
-            self._retire(task.name, {version, before})
+            removed = self._retire(task.name, {version, before})
             seconds = round(time.monotonic() - started_s, 3)
-            self._log("deployed", f"{task.name}: version {version} serves", seconds=seconds, **said)
-            return {**said, "previous": before, "samples": samples, "seconds": seconds}
+            answers = f"{samples} samples were answered as at the export"
+            self._log("deployed", f"{task.name}: {answers}, requests go to version {version}", seconds=seconds, **said)
+            return {**result, **said, "previous": before, "removed": removed, "samples": samples, "seconds": seconds}
 
     def rollback(self, task: str) -> dict[str, Any]:
         """Serve the version before again; returns as `deploy` does. Raises InputError where none is kept."""
@@ -90,7 +102,17 @@ class Rollout:
             self._switch(task, version, text_format.MessageToString(config))
             self._log("rolled back", f"{task}: version {version} serves again", task=task, version=version)
             seconds = round(time.monotonic() - started_s, 3)
-            return {"task": task, "version": version, "previous": now, "samples": 0, "seconds": seconds}
+            facts, facts_before = (served_facts(self._repository, task, v) for v in (version, now))
+            return {
+                "task": task,
+                "version": version,
+                "previous": now,
+                "removed": [],
+                "facts": facts,
+                "facts_before": facts_before,
+                "samples": 0,
+                "seconds": seconds,
+            }
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -236,11 +258,15 @@ class Rollout:
             self._server.unload(f"{task}{CANDIDATE}")
         shutil.rmtree(self._repository / f"{task}{CANDIDATE}", ignore_errors=True)
 
-    def _retire(self, task: str, keep: set[str]) -> None:
-        """Take away versions that neither serve nor served before, once their last request has ended."""
+    def _retire(self, task: str, keep: set[str]) -> list[str]:
+        """Take away versions that neither serve nor served before, once their last request has ended.
+
+        Returns those that could have served.
+        """
+        weights = [str(version) for version in self._with_weights(task) if str(version) not in keep]
         old = [version for version in self._versions(task) if str(version) not in keep]
         if not old:
-            return
+            return []
         deadline_s = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline_s and any(self._under_way(task, version) for version in old):
             time.sleep(0.2)
@@ -248,6 +274,7 @@ class Rollout:
             for version in old:
                 shutil.rmtree(self._repository / f"{task}_{step}" / str(version), ignore_errors=True)
             self._server.load(f"{task}_{step}")
+        return weights
 
     def _under_way(self, task: str, version: int) -> bool:
         """Whether a request has passed the version's first step and not the last."""
@@ -260,6 +287,14 @@ class Rollout:
         begun = counts.get(f"{task}_tokenize", (0, 0))[0]
         encoding, decoding = counts.get(f"{task}_encode", (0, 0)), counts.get(f"{task}_decode", (0, 0))
         return begun > decoding[0] + decoding[1] + encoding[1]
+
+
+def measured(facts: Mapping[str, Any]) -> str:
+    """How good a version is, in words, by what the gate found."""
+    metric = facts.get("metric")
+    if not metric:
+        return "not measured on labels"
+    return f"{metric['name']} {metric['value']:.4f} on {metric['examples']:,} labelled texts"
 
 
 def _for_both(old: str, new: str) -> str:

@@ -45,6 +45,7 @@ def test_the_running_server_is_asked_where_no_address_is_given(bertship, server,
     assert json.loads(out)["PROBABILITIES"] == {"yes": 0.25, "no": 0.75}, "by the labels' names, for people"
     code, out, _ = bertship("--json", "ask", "--task", "words", "--text", "a", "--runs", found)
     assert json.loads(out)["answers"][0]["PROBABILITIES"] == [0.25, 0.75], "the tensor as it is"
+    assert json.loads(out)["labels"] == ["yes", "no"]
     code, out, _ = bertship("--json", "health", "--runs", found)
     assert json.loads(out)["url"] == server.url
     code, _, err = bertship("ask", "--task", "words", "--text", "a", "--runs", found, "--url", "http://127.0.0.1:9")
@@ -57,6 +58,11 @@ def test_labels_that_nobody_names_leave_the_answer_as_it_is(bertship, server, fo
     assert code == 0 and json.loads(out)["PROBABILITIES"] == [0.25, 0.75], err
     answers = [{"PROBABILITIES": [0.5, 0.5]}, {"ANSWER": "x"}]
     assert [json.loads(line) for line in answer_lines(answers, ("a", "b", "c"))] == answers
+
+
+def test_numbers_for_people_have_the_digits_that_fp32_has(found):
+    (line,) = answer_lines([{"SCORE": 0.8769000172615051, "ENTITIES": [{"score": 1e-7, "start": 3}]}])
+    assert json.loads(line) == {"SCORE": 0.8769, "ENTITIES": [{"score": 1e-7, "start": 3}]}
 
 
 def test_a_task_that_is_not_served_brings_the_list_of_those_that_are(bertship, found):

@@ -86,7 +86,7 @@ def test_bench_compares_the_answers_and_measures(line, bertship, task):
     arguments = ("--concurrency", "2", "--protocol", "http", "--seconds", "1", "--repository", line.repository)
     code, out, err = bertship("--json", "bench", "--task", task, "--runs", line.runs, *arguments)
     assert code == 0, err
-    assert "40 answers compared with `predict`: equal to the last bit" in err
+    assert "40 answers of version 1 compared with `predict` on its files: equal to the last bit" in err
     (row,) = json.loads(out)["rows"]
     assert row["concurrency"] == 2
     assert (line.runs / "bench" / task / "bench.csv").is_file()

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from bertship import artifacts
-from bertship.compare import as_dict, compare, lines, page
+from bertship.compare import as_dict, compare, conclusions, lines, page
 from bertship.errors import InputError
 
 BENCH = {
@@ -146,7 +146,7 @@ def test_settings_that_differ_come_first_and_the_others_are_counted(tmp_path):
     assert text[0].split() == ["one", "two"] and text[1].split() == ["seed", "1", "2"]
     assert re.fullmatch(r"\d+ settings are the same", text[2])
     (row,) = [line for line in text if line.startswith("accuracy")]
-    assert row.split() == ["accuracy", "0.5", "0.6", "(+0.1,", "+20.0%)"]
+    assert row.split() == ["accuracy", "0.5000", "0.6000", "(+0.1,", "+20.0%)"]
     assert not any(line.endswith("()") or "(+0" in line for line in text if line.startswith("train_seconds"))
 
 
@@ -186,3 +186,17 @@ def test_what_cannot_be_compared_is_one_clear_line(bertship, tmp_path):
     refused(r"broken cannot be read as a run of bench \(KeyError\('precision'\)\); make it again", whole, broken)
     with pytest.raises(InputError, match="0 run given"):
         compare([])
+
+
+def test_how_good_runs_are_is_said_before_how_long_they_took(tmp_path):
+    for name, accuracy in (("a", 1.0), ("b", 0.8136)):
+        finetune(tmp_path / name, 1, accuracy)
+    manifest = tmp_path / "b" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    facts["metrics"]["train_seconds"] = 200.0
+    manifest.write_text(json.dumps(facts))
+    runs = compare([tmp_path / "a", tmp_path / "b"])
+    said = [line for line in conclusions(runs) if "differs by" in line]
+    assert said[0] == "accuracy differs by up to 18.6%: 0.8136 (b) to 1.0000 (a)."
+    assert said[1].startswith("train_seconds differs by")
+    assert any(line.startswith("accuracy") and "1.0000" in line and "0.8136 (" in line for line in lines(runs))

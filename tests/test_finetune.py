@@ -286,6 +286,8 @@ def test_a_report_shows_curves_errors_and_calibration(init, head, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
     for heading in ("Loss", "Dev split while training", "By the texts&#x27; length", "Calibration", "Reproduce"):
         assert f"<h2>{heading}</h2>" in page, heading
+    found = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["metrics"]
+    assert ("might give" in page) is ("accuracy" in found), "how far chance reaches, where examples are counted"
     assert "The worst of" in page and "<svg" in page and "prefers-color-scheme: dark" in page
     assert "http" not in page.replace("http://www.w3.org", "")
 

@@ -89,11 +89,26 @@ def test_a_mean_is_held_against_a_mean(result):
 
 def test_bars_are_as_wide_as_their_values():
     drawn = Report("t", "w").bars("Sizes", [("a <b>", 2.0), ("c", 4.0), ("none", 0.0)]).html()
-    assert re.findall(r'<i style="width: ([\d.]+)%"', drawn) == ["50.0", "100.0", "0.0"] and "a &lt;b&gt;" in drawn
+    assert re.findall(r'<i style="width: ([\d.]+)%"', drawn) == ["50.0", "100.0"] and "a &lt;b&gt;" in drawn
     used = Report("t", "w").bars("Used", [("in", 0.5), ("over", 2.0)], full=1.0, note="of it").html()
     assert re.findall(r'<i style="width: ([\d.]+)%"( class=over)?', used) == [("50.0", ""), ("100.0", " class=over")]
     assert "of it" in used
     assert "<h2>" not in Report("t", "w").bars("Nothing", []).command("Nothing").html()
+
+
+def test_the_highest_load_tried_is_not_called_too_much(result):
+    said = "\n".join(conclusions(result))
+    assert "more of them wait longer" in said and "most that were tried" not in said
+    closed = [row for row in result["rows"] if row["concurrency"]]
+    closed[-1]["throughput_per_s"] *= 2
+    assert f"that is with {closed[-1]['concurrency']} at once, the most that were tried" in "\n".join(
+        conclusions(result)
+    )
+
+
+def test_nothing_has_no_bar():
+    drawn = Report("t", "w").bars("Share", [("none", 0.0), ("some", 2.0)]).html()
+    assert len(re.findall("<i style", drawn)) == 1
 
 
 def cells(drawn, heading):

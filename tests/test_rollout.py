@@ -19,7 +19,9 @@ from conftest import Line
 
 from bertship.artifacts import MANIFEST, sha256_file
 from bertship.client import Client
+from bertship.commands.serving import _deployed
 from bertship.errors import CheckFailed, InputError
+from bertship.health import check
 from bertship.triton_limits import FLUSH_S
 from serving.events import EventLog, read
 from serving.repository import ready_models, render, render_files, served_version
@@ -215,6 +217,29 @@ def test_the_version_before_is_kept_and_can_be_gone_back_to(served: Served, expo
     # a start on the repository serves what was served
     served.server.restart()
     assert label(served) == "foul"
+
+
+def test_an_export_that_serves_is_not_put_in_again(served: Served, exports: dict[str, Path]) -> None:
+    """It would push the version before out, which is the way back; what goes is named, and how good both are."""
+    before = contents(served.repository)
+    result = served.rollout.deploy(served.export)
+    assert (result["version"], result["previous"], result["samples"], result["removed"]) == ("1", "1", 0, [])
+    assert contents(served.repository) == before
+    for _ in range(2):
+        result = served.rollout.deploy(exports["relabelled"])
+        assert result["version"] == "2"
+    assert _deployed(result) == ["weather: this export serves already, as version 2; nothing was changed"]
+    assert [row.version for row in check(served.server.http_url)] == ["2"]
+    result = served.rollout.rollback("weather")
+    assert (result["version"], result["removed"]) == ("1", [])
+    result = served.rollout.deploy(exports["relabelled"])
+    assert (result["version"], result["previous"], result["removed"]) == ("3", "1", ["2"])
+    said = _deployed(result)
+    assert said[0].startswith(
+        "weather: version 3 serves; version 1 is kept, `bertship deploy --rollback --task weather`"
+    )
+    assert [line.split(":")[0] for line in said[1:]] == ["  version 3", "  version 1", "  removed"]
+    assert re.fullmatch(r"  version 1: accuracy [01]\.\d{4} on \d+ labelled texts", said[2])
 
 
 def test_the_steps_counters_outlive_a_deployment(served: Served, exports: dict[str, Path]) -> None:

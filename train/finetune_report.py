@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from bertship.artifacts import published, versions
 from bertship.config import FinetuneConfig
@@ -19,6 +20,7 @@ from bertship.tasks.base import Answers, nested
 
 WORST = 25  # mistakes shown with their texts
 _BINS = 10
+_COUNTED = ("accuracy", "exact_match")  # shares of the examples
 _SHOWN = 300  # characters of a text
 
 
@@ -54,6 +56,8 @@ def write_report(
         page.curves("Dev split while training", curves, "update", "metric")
     add_errors(page, task, examples, answers)
     page.facts("Settings", config.model_dump())
+    if config.min_updates > 1:
+        page.text("", "Epochs are gone through as often as min_updates asks for, where they alone make fewer updates.")
     page.facts("Data", shown_places(inputs))
     page.facts("Measured", {name: value for name, value in measured.items() if name not in metrics})
     page.facts("Versions", versions())
@@ -114,6 +118,8 @@ def add_errors(page: Report, task: Task, examples: Sequence[Example], answers: A
             _bins(scores, right),
             f"Expected calibration error {calibration_error(scores, right):.4f} over {_BINS} bins of equal width.",
         )
+    if not (errors > 0).any():
+        return
     worst = sorted(range(len(judged)), key=lambda i: -errors[i])[:WORST]
     page.table(
         f"The worst of {int((errors > 0).sum()):,} mistakes",
@@ -140,6 +146,12 @@ def _conclusion(
         f"{named_metric(task, metric)} {metrics[metric]:.4f} on the dev split, after {measured['updates']:,} updates "
         f"(about {measured['epochs_run']:.3g} epochs) in {measured['train_seconds']:,.0f} s of training."
     ]
+    if metric in _COUNTED:
+        count = inputs["dev_examples"]
+        low, high = binomtest(round(metrics[metric] * count), count).proportion_ci(method="wilson")
+        said.append(
+            f"Another {count:,} examples of the same kind might give {low:.4f} to {high:.4f} (95 % by Wilson's score)."
+        )
     if degenerate:
         said.append(f"This run is degenerate: {degenerate}. Its metrics say nothing about the task.")
     if inputs.get("init_task"):

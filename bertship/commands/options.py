@@ -41,6 +41,10 @@ TaskOption = Annotated[
         autocompletion=_tasks,
     ),
 ]
+TaskToTrainOption = Annotated[
+    str,
+    typer.Option("--task", "-t", help="A built-in task's name, or a .toml file with yours.", autocompletion=_tasks),
+]
 RunsOption = Annotated[Path, typer.Option("--runs", help="The folder that holds the runs.")]
 NameOption = Annotated[
     str,

@@ -146,7 +146,7 @@ def health(
     except ValueError as error:
         raise InputError(str(error)) from None
     healthy = all(result.ok for result in results)
-    tasks = {result.task: {"problem": result.problem, "seconds": result.seconds} for result in results}
+    tasks = {r.task: {"version": r.version, "problem": r.problem, "seconds": r.seconds} for r in results}
     show({"healthy": healthy, "url": url, "tasks": tasks}, lines(results))
     if not healthy:
         problems = "; ".join(f"{result.task} {result.problem}".strip() for result in results if not result.ok)
@@ -157,7 +157,9 @@ def health(
 
 def deploy(
     export: Annotated[Path | None, typer.Argument(help="A directory that `bertship export` wrote.")] = None,
-    task: Annotated[str, typer.Option("--task", "-t", help="With --rollback: the task.")] = "sst2",
+    task: Annotated[
+        str, typer.Option("--task", "-t", help="With --rollback: the task, where several are served.")
+    ] = "",
     rollback: Annotated[bool, typer.Option("--rollback", help="Serve the version before again.")] = False,
     precision: PrecisionOption = "auto",
     target: Annotated[Path | None, typer.Option("--repository", help="The server's own, where not given.")] = None,
@@ -168,7 +170,8 @@ def deploy(
     """A new version of a task into the running server, while it answers.
 
     The version is put beside the one that serves, loaded, compared with the export's own answers, and only then
-    switched to; one that fails is taken away again. The version before is kept: --rollback goes back to it.
+    switched to; one that fails is taken away again. The version before is kept: --rollback goes back to it. Older ones
+    are removed, and named.
     """
     state = None if url else load("serving.keeper:running")(runs / "serve")
     if not url and state is None:
@@ -181,13 +184,42 @@ def deploy(
     log = load("serving.events:EventLog")(runs / "serve" / "serve.jsonl", report)
     rollout = load("serving.rollout:Rollout")(target or Path(state["repository"]), server, log)
     if rollback:
-        result = rollout.rollback(get_task(task).name if task.endswith(".toml") else task)
+        result = rollout.rollback(
+            get_task(task).name if task.endswith(".toml") else task or _only_task(state["http_url"])
+        )
     elif export is None:
         raise InputError("what is to be deployed? give the directory that `bertship export` wrote, or --rollback")
     else:
         need(export, "bertship export")
         result = rollout.deploy(export, None if precision == "auto" else precision)
-    show(result, [f"{result['task']}: version {result['version']} serves, {result['previous'] or 'none'} is kept"])
+    show(result, _deployed(result))
+
+
+def _only_task(url: str) -> str:
+    """The task that a server has. Raises InputError where there are several."""
+    from bertship.client import Client
+
+    with Client(url) as client:
+        served = client.tasks()
+    if len(served) != 1:
+        raise InputError(f"which task? --task is needed: {', '.join(served) or 'none'} served at {url}")
+    return served[0]
+
+
+def _deployed(result: dict[str, Any]) -> list[str]:
+    """What a deployment did, for people."""
+    measured = load("serving.rollout:measured")
+    task, version, before = (result[name] for name in ("task", "version", "previous"))
+    if version == before:
+        return [f"{task}: this export serves already, as version {version}; nothing was changed"]
+    kept = f"; version {before} is kept, `bertship deploy --rollback --task {task}` goes back to it" if before else ""
+    said = [f"{task}: version {version} serves{kept}"]
+    if before:
+        said.append(f"  version {version}: {measured(result['facts'])}")
+        said.append(f"  version {before}: {measured(result['facts_before'])}")
+    if result["removed"]:
+        said.append(f"  removed: version {', '.join(result['removed'])}")
+    return said
 
 
 def stop(runs: RunsOption = RUNS) -> None:
@@ -211,7 +243,7 @@ def ask(
     """Ask a served task.
 
     With --text, with --text and --text-pair, with --text and a --choice for each choice, or with --question and
-    --context. Probabilities are in the order of the task's labels, which are named beside them.
+    --context. Probabilities are shown by label; with --json they are in the order of "labels".
     """
     from bertship.client import Client
 
@@ -227,7 +259,7 @@ def ask(
         if any("PROBABILITIES" in answer for answer in answers):
             with contextlib.suppress(ClientError):  # names are no part of the answer
                 labels = client.labels(name)
-    show({"answers": answers}, answer_lines(answers, labels))
+    show({"answers": answers, "labels": list(labels)}, answer_lines(answers, labels))
 
 
 def _with_served(error: TaskUnavailable, client: "Client") -> TaskUnavailable:
@@ -285,7 +317,8 @@ def bench(
         samples = read_samples(export)
         pipeline = load("serving.check:served_pipeline")(target, definition.name)
         compared = load("serving.check:check_answers")(pipeline, state["http_url"], samples)
-        report(f"{compared} answers compared with `predict`: equal to the last bit")
+        version = load("serving.repository:served_version")(target, definition.name)
+        report(f"{compared} answers of version {version} compared with `predict` on its files: equal to the last bit")
         result = load("serving.bench:bench")(
             definition.name,
             samples,
@@ -299,6 +332,7 @@ def bench(
             seconds=seconds,
             report=report,
             precision=load("serving.repository:served_precision")(target, definition.name),
+            served_version=version,
             metrics_url=state["metrics_url"],
             server_pid=state["pid"],
         )

@@ -17,6 +17,7 @@ from bertship.commands.options import (
     RunsOption,
     SetOption,
     TaskOption,
+    TaskToTrainOption,
     find_task,
     need,
     parse_settings,
@@ -107,7 +108,7 @@ def params(
 
 
 def finetune(
-    task: TaskOption = "sst2",
+    task: TaskToTrainOption = "sst2",
     init: InitOption = "",
     preset: PresetOption = "tiny",
     data: DataOption = None,
