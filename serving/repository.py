@@ -94,9 +94,10 @@ def facts_of(manifest: Mapping[str, Any], precision: str | None) -> dict[str, An
     `metric` is None where the gate's texts had no labels.
     """
     graph, precision = graph_of(manifest, precision), precision or str(manifest["serve"])
+    inputs = manifest.get("inputs", {})
     names = sorted({graph, "task.json", "tokenizer.json", PLAN_FILE} & manifest["files"].keys())
     judged = [
-        row for row in manifest["metrics"]["parity"]
+        row for row in manifest.get("metrics", {}).get("parity", ())
         if row["precision"] == precision and row["artifact_metric"] is not None
     ]  # fmt: skip
     worst = min(judged, key=lambda row: row["artifact_metric"], default=None)
@@ -107,7 +108,7 @@ def facts_of(manifest: Mapping[str, Any], precision: str | None) -> dict[str, An
         "precision": precision,
         "graph": graph,
         "bertship": versions()["bertship"],
-        "run": manifest["inputs"].get("run") or manifest["inputs"].get("model"),
+        "run": inputs.get("run") or inputs.get("model"),
         "files": {name: manifest["files"][name]["sha256"] for name in names},
         "metric": metric,
     }

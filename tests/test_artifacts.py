@@ -174,7 +174,7 @@ def test_is_current_wants_the_same_inputs(made, tmp_path):
 def test_read_manifest_says_what_is_wrong(made, tmp_path):
     with pytest.raises(InputError, match=r"no manifest.json in .*absent.*`bertship corpus`"):
         read_manifest(tmp_path / "absent", "corpus")
-    with pytest.raises(InputError, match="written by stage 'corpus'; a 'export' directory is needed"):
+    with pytest.raises(InputError, match="written by stage 'corpus'; a directory of stage 'export' is needed"):
         read_manifest(made, "export")
     for text, reason in (("{", "not JSON"), (json.dumps([1]), "no JSON object")):
         (made / "manifest.json").write_text(text)

@@ -131,7 +131,8 @@ def predict(
     pipeline = load("bertship.pipeline:from_export")(export, None if precision == "auto" else precision)
     columns = parse_columns(text, text_pair, question, context, choice)
     answers = pipeline.ask(columns, parse_parameters(parameter))
-    show({"answers": answers}, answer_lines(answers, pipeline.task.labels))
+    labels = list(pipeline.task.labels) if any("PROBABILITIES" in answer for answer in answers) else []
+    show({"answers": answers, "labels": labels}, answer_lines(answers, labels))
 
 
 def bench_engine(
