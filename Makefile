@@ -135,7 +135,7 @@ ask: $(RUN_STAMP) ## Ask it: TASK=sst2 TEXT="..."
 bench: setup ## Load TASK with perf_analyzer on real texts
 	@$(BERTSHIP) bench --task $(call quoted,$(TASK)) --repository $(call quoted,$(REPOSITORY)) --bring
 
-bench-peers: setup ## Beside transformers, optimum, FastAPI, MLServer: one page; an hour (QUICK=1: a trial)
+bench-peers: setup ## Beside transformers, optimum, FastAPI, MLServer: one page; 90 minutes (QUICK=1: a trial)
 	@.venv/bin/python -m benchmarks.peers $(if $(QUICK),--quick)
 
 # CONTAINER= names the image of NVIDIA's to run in; without it, TensorRT and the GPU are those of this machine

@@ -132,9 +132,8 @@ class AsyncClient:
         """Whether the server, or one of its tasks, is ready; `bertship.health` asks for answers."""
         try:
             if self._address.grpc:
-                client, headers = self._grpc(), self._headers
-                ready = client.is_model_ready(task, headers=headers) if task else client.is_server_ready(headers)
-                return bool(await ready)
+                client, asked = self._grpc(), {"headers": self._headers, "client_timeout": self.timeout_s}
+                return bool(await (client.is_model_ready(task, **asked) if task else client.is_server_ready(**asked)))
             path = infer_path(task).removesuffix("infer") + "ready" if task else "/v2/health/ready"
             await self._exchange(task or "the server", "GET", path, None, {}, self.timeout_s)
             return True
@@ -146,7 +145,8 @@ class AsyncClient:
         what = "the list of tasks"
         if self._address.grpc:
             try:
-                stats = await self._grpc().get_inference_statistics(headers=self._headers)
+                asked = {"headers": self._headers, "client_timeout": self.timeout_s}
+                stats = await self._grpc().get_inference_statistics(**asked)
             except Exception as error:
                 raise wire.grpc_error(what, self.url, error, self.timeout_s, self._max_bytes) from None
             return wire.served_tasks(model.name for model in stats.model_stats)
@@ -155,15 +155,22 @@ class AsyncClient:
 
     async def labels(self, task: str) -> tuple[str, ...]:
         """The labels of a task in the order of its PROBABILITIES, as `Client.labels` gives them."""
+        return wire.labels_of(await self._config(task))
+
+    async def inputs(self, task: str) -> tuple[str, ...]:
+        """The names of what a task is asked with, as `Client.inputs` gives them."""
+        return wire.inputs_of(await self._config(task))
+
+    async def _config(self, task: str) -> dict[str, Any]:
+        """The configuration of a task's ensemble, as JSON."""
         if self._address.grpc:
             try:
-                config = (await self._grpc().get_model_config(task, headers=self._headers)).config
+                asked = {"headers": self._headers, "client_timeout": self.timeout_s}
+                return dict((await self._grpc().get_model_config(task, as_json=True, **asked))["config"])
             except Exception as error:
                 raise wire.grpc_error(task, self.url, error, self.timeout_s, self._max_bytes) from None
-            return wire.labels_of({name: value.string_value for name, value in config.parameters.items()})
         path = infer_path(task).removesuffix("infer") + "config"
-        config = json.loads((await self._exchange(task, "GET", path, None, {}, self.timeout_s))[1])
-        return wire.labels_of({name: value["string_value"] for name, value in config.get("parameters", {}).items()})
+        return dict(json.loads((await self._exchange(task, "GET", path, None, {}, self.timeout_s))[1]))
 
     async def _typed(
         self, kind: type[R], task: str, columns: Mapping[str, Texts | None], parameters: Mapping[str, Any] | None = None

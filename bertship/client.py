@@ -171,17 +171,22 @@ class Client:
 
         Empty for a task without them. Raises ClientError and its kinds.
         """
+        return wire.labels_of(self._config(task))
+
+    def inputs(self, task: str) -> tuple[str, ...]:
+        """The names of what a task is asked with, as TEXT and TEXT_PAIR. Raises ClientError and its kinds."""
+        return wire.inputs_of(self._config(task))
+
+    def _config(self, task: str) -> dict[str, Any]:
+        """The configuration of a task's ensemble, as JSON."""
         if self._address.grpc:
             try:
-                config = self._client.get_model_config(
-                    task, headers=self._headers, client_timeout=self.timeout_s
-                ).config
+                asked = {"headers": self._headers, "client_timeout": self.timeout_s}
+                return dict(self._client.get_model_config(task, as_json=True, **asked)["config"])
             except Exception as error:
                 raise wire.grpc_error(task, self.url, error, self.timeout_s, self._max_bytes) from None
-            return wire.labels_of({name: value.string_value for name, value in config.parameters.items()})
         path = infer_path(task).removesuffix("infer") + "config"
-        config = json.loads(self._exchange(task, "GET", path, None, {}, self.timeout_s)[1])
-        return wire.labels_of({name: value["string_value"] for name, value in config.get("parameters", {}).items()})
+        return dict(json.loads(self._exchange(task, "GET", path, None, {}, self.timeout_s)[1]))
 
     def _typed(
         self, kind: type[R], task: str, columns: Mapping[str, Texts | None], parameters: Mapping[str, Any] | None = None

@@ -230,10 +230,15 @@ def parsed(protocol: Any, task: str, url: str, headers: Headers, reply: bytes) -
         raise no_triton(task, url, "no inference reply", headers) from None
 
 
-def labels_of(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """The labels that a task's configuration on the server names, by its parameters: text by name; () for none."""
-    found = parameters.get(LABELS, "")
+def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The labels that a task's configuration on the server, as JSON, names among its parameters; () for none."""
+    found = config.get("parameters", {}).get(LABELS, {}).get("string_value", "")
     return tuple(json.loads(found)) if found else ()
+
+
+def inputs_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The inputs that a task's configuration on the server, as JSON, names."""
+    return tuple(tensor["name"] for tensor in config.get("input", ()))
 
 
 def grpc_error(task: str, url: str, error: Exception, timeout_s: float, max_bytes: int) -> ClientError:

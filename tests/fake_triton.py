@@ -102,7 +102,11 @@ class FakeTriton:
             "input_map": {n: n for n in model.inputs},
         }
         parameters = {"labels": {"string_value": model.labels}} if model.labels else {}
-        return 200, {"ensemble_scheduling": {"step": [step]}, "parameters": parameters}
+        return 200, {
+            "ensemble_scheduling": {"step": [step]},
+            "parameters": parameters,
+            "input": [{"name": n} for n in model.inputs],
+        }
 
 
 def labelled(labels: list[str], choose: Callable[[str], int]) -> Model:

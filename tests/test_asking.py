@@ -60,6 +60,13 @@ def test_labels_that_nobody_names_leave_the_answer_as_it_is(bertship, server, fo
     assert [json.loads(line) for line in answer_lines(answers, ("a", "b", "c"))] == answers
 
 
+def test_a_question_to_a_task_that_takes_texts_says_what_it_takes(bertship, server, found, monkeypatch):
+    said = "unexpected inference input 'QUESTION' for model 'words'"
+    monkeypatch.setattr(WORDS, "answer", lambda body: (400, {"error": said}))
+    code, out, err = bertship("ask", "--task", "words", "--question", "a", "--context", "b", "--runs", found)
+    assert (code, out) == (1, "") and err.endswith(f"{said}; words is asked with TEXT\n")
+
+
 def test_numbers_for_people_have_the_digits_that_fp32_has(found):
     (line,) = answer_lines([{"SCORE": 0.8769000172615051, "ENTITIES": [{"score": 1e-7, "start": 3}]}])
     assert json.loads(line) == {"SCORE": 0.8769, "ENTITIES": [{"score": 1e-7, "start": 3}]}

@@ -310,6 +310,7 @@ def test_the_asynchronous_client_answers_the_same(line: Line, which: int) -> Non
         expected = [client.classify("sst2", text) for text in texts]
         assert client.labels("sst2") == ("negative", "positive"), "in the order of PROBABILITIES"
         assert client.labels("squad") == ()
+        assert (client.inputs("sst2"), client.inputs("squad")) == (("TEXT",), ("QUESTION", "CONTEXT"))
         tasks, answer = client.tasks(), client.ask("squad", QUESTION="Where?", CONTEXT="In the garden.")
 
     async def ask() -> None:
@@ -317,6 +318,7 @@ def test_the_asynchronous_client_answers_the_same(line: Line, which: int) -> Non
             assert await asyncio.gather(*(client.classify("sst2", text) for text in texts)) == expected
             assert await client.tasks() == tasks
             assert await client.labels("sst2") == ("negative", "positive") and await client.labels("ner") == ()
+            assert await client.inputs("squad") == ("QUESTION", "CONTEXT")
             assert await client.ready() and await client.ready("sst2") and not await client.ready("nope")
             assert await client.ask("squad", QUESTION="Where?", CONTEXT="In the garden.") == answer
             assert isinstance(await client.score("stsb", ["a"], ["b"]), list)

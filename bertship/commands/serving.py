@@ -38,7 +38,7 @@ from bertship.commands.options import (
     server_url,
 )
 from bertship.console import answer_lines, load, read_samples, report, show
-from bertship.errors import ClientError, InputError, ServerUnavailable, TaskUnavailable
+from bertship.errors import ClientError, InputError, InvalidRequest, ServerUnavailable, TaskUnavailable
 from bertship.shell import shown
 
 if TYPE_CHECKING:
@@ -255,11 +255,24 @@ def ask(
             answers = client.ask(name, parameters, **columns)
         except TaskUnavailable as error:
             raise _with_served(error, client) from None
+        except InvalidRequest as error:
+            raise _with_inputs(error, client, name, columns) from None
         labels: tuple[str, ...] = ()
         if any("PROBABILITIES" in answer for answer in answers):
             with contextlib.suppress(ClientError):  # names are no part of the answer
                 labels = client.labels(name)
     show({"answers": answers, "labels": list(labels)}, answer_lines(answers, labels))
+
+
+def _with_inputs(error: InvalidRequest, client: "Client", task: str, columns: dict[str, Any]) -> InvalidRequest:
+    """The error with what the task is asked with, where that is not what was given."""
+    try:
+        wanted = client.inputs(task)
+    except ClientError:
+        return error
+    if set(wanted) == columns.keys():
+        return error
+    return InvalidRequest(f"{error}; {task} is asked with {', '.join(wanted)}")
 
 
 def _with_served(error: TaskUnavailable, client: "Client") -> TaskUnavailable:

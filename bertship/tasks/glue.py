@@ -26,7 +26,6 @@ register(
         hub=Hub(_HUB, "sst2", splits=_HUB_SPLITS, columns={"TEXT": "sentence"}),
         submission={"SST-2.tsv": "test"},
         packaged="reviews",
-        training={"epochs": 2, "learning_rate": 1e-4},
     )
 )
 register(

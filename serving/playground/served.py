@@ -161,7 +161,7 @@ class Served:
             "inputs": facts["inputs"],
             "outputs": facts["outputs"],
             "description": task.description if task else "",
-            "labels": list(task.labels) if task else _labels(config),
+            "labels": list(task.labels if task else labels_of(config)),
             "options": {**dict.fromkeys(task.behaviour.options), **task.options} if task else None,
             "examples": _examples(samples, inputs),
             "scale": _scale(samples),
@@ -209,11 +209,6 @@ class Served:
 
 def _steps(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(config.get("ensemble_scheduling", {}).get("step", []))
-
-
-def _labels(config: Mapping[str, Any]) -> list[str]:
-    """The labels that an ensemble's configuration names."""
-    return list(labels_of({name: value["string_value"] for name, value in config.get("parameters", {}).items()}))
 
 
 def _version(steps: Sequence[Mapping[str, Any]]) -> str:
