@@ -136,7 +136,7 @@ def test_the_fine_tuning_benchmark_takes_what_it_is_given(monkeypatch, tmp_path,
     monkeypatch.setattr(peers, "write_official", lambda home: home)
     options = finetuning_options(Context(tmp_path, tmp_path, {}, quick), tmp_path / "lines.jsonl")
     given = finetuning._parser().parse_args([str(option) for option in options])
-    assert (given.sets, bool(given.limit), len(given.seeds.split(","))) == ("sst2", quick, 1 if quick else 3)
+    assert (given.sets, bool(given.limit), len(given.seeds.split(","))) == ("sst2", quick, 1 if quick else 2)
 
 
 def test_the_reviews_become_official_files(monkeypatch, tmp_path):
