@@ -9,7 +9,7 @@ import http.client
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -88,10 +88,15 @@ class Endpoint:
         try:
             status, body = self.call("GET", f"/v2/models/{quote(task, safe='')}/config", timeout_s=timeout_s)
             steps = json.loads(body)["ensemble_scheduling"]["step"] if status == 200 else []
-            named = {int(step.get("model_version", -1)) for step in steps}
+            return version_of(steps)
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             return ""
-        return str(named.pop()) if len(named) == 1 and min(named) > 0 else ""
+
+
+def version_of(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The version that an ensemble's steps name, which is what a deployment changes; empty where it is the newest."""
+    named = [int(step.get("model_version", -1)) for step in steps]
+    return str(max(named)) if named and min(named) > 0 else ""
 
 
 def probe_request(metadata: Mapping[str, Any]) -> dict[str, Any]:

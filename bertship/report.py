@@ -212,12 +212,19 @@ def _points(curve: Curve) -> tuple[list[float], list[float]]:
     return [x for x, _ in kept[::every]], [y for _, y in kept[::every]]
 
 
+def plain_numbers(axis: Any) -> None:
+    """Of matplotlib's logarithmic `axis`: 60, not 6 x 10^1."""
+    from matplotlib.ticker import LogFormatter
+
+    for use in (axis.set_major_formatter, axis.set_minor_formatter):
+        use(LogFormatter(minor_thresholds=(2, 0.5)))
+
+
 def _draw(curves: Sequence[Curve], x: str, y: str, logarithmic: bool) -> str:
     """The chart as an SVG element, in the page's colour; empty where there is nothing to draw."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogFormatter
 
     points = [(curve.name, *_points(curve)) for curve in curves]
     if not any(xs for _, xs, _ in points):
@@ -235,8 +242,7 @@ def _draw(curves: Sequence[Curve], x: str, y: str, logarithmic: bool) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         if logarithmic:
             axes.set_yscale("log")
-            for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                which(LogFormatter(minor_thresholds=(2, 0.5)))  # plain numbers
+            plain_numbers(axes.yaxis)
         if len(points) > 1:
             axes.legend(frameon=False)
         figure.patch.set_alpha(0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bertship.next_steps import next_steps
-from bertship.report import COLOURS, Curve, Report
+from bertship.report import COLOURS, Curve, Report, plain_numbers
 
 GAIN = 1.05  # clients that bring less than this are too many
 
@@ -58,7 +58,6 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     """Latency over throughput, a line for each protocol and kind of load, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -93,8 +92,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     title = f"{result['task']}{precision}, {result['machine']['cores']} cores, one text a request"
     axes.set_title(f"{title}; numbers: clients at once, or requests a second", fontsize=10)
     axes.grid(alpha=0.3)
-    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        which(LogFormatter(minor_thresholds=(2, 0.5)))
+    plain_numbers(axes.yaxis)
     axes.legend(fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -14,7 +14,7 @@ import pytest
 from conftest import SETTINGS
 from gloo_processes import fresh_processes
 from small_bert import TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
-from training_processes import stop_at
+from training_processes import refused_beside, stop_at
 
 from bertship.config import FinetuneConfig
 from bertship.errors import CheckFailed, InputError
@@ -303,17 +303,7 @@ def test_two_trainings_of_one_name(processes: Any, tmp_path: Path) -> None:
     save_model(make_model(CASES["best"][0]), TOKENIZER, init)
     log, config = finetune_training.home_of(out) / "metrics.jsonl", config_of("best", evaluations=20)
     running = processes.Process(target=train_slowly, args=(init, out, config))
-    running.start()
-    until = time.monotonic() + 60
-    while (not log.is_file() or len(read_log(log)) < 8) and time.monotonic() < until:
-        time.sleep(0.002)
-    for restart in (False, True):
-        with pytest.raises(InputError, match=rf"process {running.pid} is training in .*run\.training; wait .*--name"):
-            train("best", init, out, config, restart=restart)
-    assert running.is_alive()
-    assert len(read_log(log)) >= 8
-    running.kill()
-    running.join()
+    refused_beside(running, log, lambda restart: train("best", init, out, config, restart=restart))
     train("best", init, out, config)
     assert [line["step"] for line in read_log(out / "metrics.jsonl") if "loss" in line] == list(range(1, STEPS + 1))
     assert [path.name for path in out.parent.iterdir()] == ["run"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_processes import stop_at
+from training_processes import refused_beside, stop_at
 
 from bertship.config import CorpusConfig, EncoderConfig, PretrainConfig
 from bertship.errors import InputError
@@ -191,17 +191,7 @@ def test_two_trainings_of_one_name(corpus: Path, processes: Any, tmp_path: Path)
     """The second is refused, whatever it was asked for, and leaves the first alone; a killed one holds nothing."""
     out, log = tmp_path / "run", tmp_path / "run.training" / "metrics.jsonl"
     running = processes.Process(target=train_slowly, args=(corpus, out, CONFIG))
-    running.start()
-    until = time.monotonic() + 60
-    while (not log.is_file() or len(read_log(log)) < 8) and time.monotonic() < until:
-        time.sleep(0.002)
-    for restart in (False, True):
-        with pytest.raises(InputError, match=rf"process {running.pid} is training in .*run\.training; wait .*--name"):
-            pretrain(corpus, out, MODEL, CONFIG, quiet, restart=restart)
-    assert running.is_alive()
-    assert len(read_log(log)) >= 8
-    running.kill()
-    running.join()
+    refused_beside(running, log, lambda restart: pretrain(corpus, out, MODEL, CONFIG, quiet, restart=restart))
     pretrain(corpus, out, MODEL, CONFIG, quiet)
     assert [line["step"] for line in facts(out)] == list(range(1, 61))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

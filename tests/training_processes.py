@@ -4,9 +4,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from bertship.errors import InputError
 from train.watch import read_log
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +28,21 @@ def stop_at(process: Any, log: Path, at: int, number: int, poll_s: float) -> int
     process.join(60)
     assert process.exitcode is not None
     return int(process.exitcode)
+
+
+def refused_beside(running: Any, log: Path, again: Callable[[bool], Any]) -> None:
+    """Start `running`; from its eighth update on `again(restart)` is refused, and it goes on. Then it is killed."""
+    running.start()
+    until = time.monotonic() + 60
+    while (not log.is_file() or len(read_log(log)) < 8) and time.monotonic() < until:
+        time.sleep(0.002)
+    for restart in (False, True):
+        with pytest.raises(InputError, match=rf"process {running.pid} is training in .*run\.training; wait .*--name"):
+            again(restart)
+    assert running.is_alive()
+    assert len(read_log(log)) >= 8
+    running.kill()
+    running.join()
 
 
 def torchrun(*arguments: Any) -> subprocess.CompletedProcess[str]:

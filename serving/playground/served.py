@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from bertship.console import read_samples
 from bertship.errors import InputError, ServerUnavailable
+from bertship.health import version_of
 from bertship.tasks.base import Task
 from bertship.wire import labels_of
 
@@ -102,7 +103,7 @@ class Served:
         Asks the ensemble's first step, the tokenizer, for its mask alone; None for what the server does not tell.
         """
         steps = self._steps(task)
-        told: dict[str, Any] = {"rows": None, "tokens": None, "version": _version(steps)}
+        told: dict[str, Any] = {"rows": None, "tokens": None, "version": version_of(steps)}
         step = next((s for s in steps if set(s["input_map"].values()) <= self._models[task]["names"]), None)
         try:
             asked = json.loads(body)
@@ -113,7 +114,7 @@ class Served:
             return told
         if step is None:
             return told
-        pinned = f"/versions/{version}" if (version := _version([step])) else ""
+        pinned = f"/versions/{version}" if (version := version_of([step])) else ""
         path = f"/v2/models/{quote(step['model_name'], safe='')}{pinned}/infer"
         reply = self._ask("POST", path, json.dumps(wanted).encode())
         if reply.status == 200:
@@ -157,7 +158,7 @@ class Served:
         samples = self._samples(name, inputs)
         return {
             "name": name,
-            "version": _version(steps) or max(facts["versions"], key=_as_number, default=""),
+            "version": version_of(steps) or max(facts["versions"], key=_as_number, default=""),
             "inputs": facts["inputs"],
             "outputs": facts["outputs"],
             "description": task.description if task else "",
@@ -171,7 +172,7 @@ class Served:
         """The task as the repository defines it, in the version that the steps name or else in the newest."""
         for step in steps if self._repository is not None else ():
             assert self._repository is not None
-            found = self._repository.glob(f"{step['model_name']}/{_version([step]) or '*'}/task.json")
+            found = self._repository.glob(f"{step['model_name']}/{version_of([step]) or '*'}/task.json")
             with contextlib.suppress(InputError, OSError):
                 if paths := sorted(found, key=lambda path: _as_number(path.parent.name)):
                     return Task.from_file(paths[-1])
@@ -209,12 +210,6 @@ class Served:
 
 def _steps(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(config.get("ensemble_scheduling", {}).get("step", []))
-
-
-def _version(steps: Sequence[Mapping[str, Any]]) -> str:
-    """The version that an ensemble's steps name, which is what a deployment changes; empty where it is the newest."""
-    named = [int(step.get("model_version", -1)) for step in steps]
-    return str(max(named)) if named and min(named) > 0 else ""
 
 
 def _as_number(version: str) -> int:
