@@ -232,6 +232,7 @@ def test_an_export_that_serves_is_not_put_in_again(served: Served, exports: dict
     assert [row.version for row in check(served.server.http_url)] == ["2"]
     result = served.rollout.rollback("weather")
     assert (result["version"], result["removed"]) == ("1", [])
+    assert _deployed(result)[0] == "weather: version 1 serves; version 2 is kept"
     result = served.rollout.deploy(exports["relabelled"])
     assert (result["version"], result["previous"], result["removed"]) == ("3", "1", ["2"])
     said = _deployed(result)

@@ -212,7 +212,9 @@ def _deployed(result: dict[str, Any]) -> list[str]:
     task, version, before = (result[name] for name in ("task", "version", "previous"))
     if version == before:
         return [f"{task}: this export serves already, as version {version}; nothing was changed"]
-    kept = f"; version {before} is kept, `bertship deploy --rollback --task {task}` goes back to it" if before else ""
+    kept = f"; version {before} is kept" if before else ""
+    if before and int(before) < int(version):  # one goes back to an earlier version, never on to a later one
+        kept += f", `bertship deploy --rollback --task {task}` goes back to it"
     said = [f"{task}: version {version} serves{kept}"]
     if before:
         said.append(f"  version {version}: {measured(result['facts'])}")
