@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from onnx import numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from bertship.artifacts import versions
@@ -28,9 +29,11 @@ from bertship.config import EncoderConfig, load_preset
 from bertship.runners import OnnxRunner, available_threads
 from bertship.tokenization import Row
 from export.bench_engine import machine, paired_ratio, percentile, take_turns
+from export.calibration import calibrate
 from export.engines import product_session
 from export.int8 import Recipe, find_products
-from export.int8_recipe import read_scalings, rewritten
+from export.int8_recipe import rewritten
+from export.int8_ways import MIGRATIONS, scaling_of
 from export.onnx_graph import export_onnx, quiet
 from train.heads import HEADS, HeadedModel
 from train.torch_runner import TorchRunner
@@ -43,7 +46,9 @@ EAGER = "torch fp32, eager"
 GRAPHS = {
     FP32: "model.onnx",
     "onnxruntime int8, static steps": "model.static.onnx",
-    "onnxruntime int8, a step a row, outliers in fp32": "model.rows.onnx",
+    "onnxruntime int8, static steps, 16 outliers in fp32": "model.static16.onnx",
+    "onnxruntime int8, a step a row": "model.rows.onnx",
+    "onnxruntime int8, a step a row, 16 outliers in fp32": "model.rows16.onnx",
     "onnxruntime int8, without calibration": "model.plain.onnx",
     "onnxruntime quantize_dynamic, per channel": "model.dynamic.onnx",
 }
@@ -66,13 +71,24 @@ def prepare(folder: Path) -> None:
     if not source.is_file():
         export_onnx(make_model(), source)
     model = onnx.load(source)
-    scalings = read_scalings(model, find_products(model.graph), make_rows(4, 64))
-    _, static, rows, plain, dynamic = GRAPHS.values()
-    onnx.save(rewritten(model, Recipe(scalings), 127), folder / static)
-    onnx.save(rewritten(model, Recipe(scalings, static=False), 127), folder / rows)
+    _, static, static16, rows, rows16, plain, dynamic = GRAPHS.values()
+    for file, outliers, is_static in ((static, 0, True), (static16, 16, True), (rows, 0, False), (rows16, 16, False)):
+        onnx.save(rewritten(model, _recipe(model, outliers, is_static), 127), folder / file)
     onnx.save(rewritten(model, Recipe(), 127), folder / plain)
     with quiet():
         quantize_dynamic(source, folder / dynamic, per_channel=True, weight_type=QuantType.QInt8)
+
+
+def _recipe(model: Any, outliers: int, static: bool) -> Recipe:
+    """Every input alike: how a way costs."""
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    read: dict[str, list[np.ndarray]] = {}
+    for product in find_products(model.graph):
+        read.setdefault(product.x, []).append(constants[product.weight])
+    activity = calibrate(model, list(read), make_rows(4, 64))
+    return Recipe(
+        {x: scaling_of(activity[x], np.concatenate(read[x], axis=1), MIGRATIONS[0], outliers, static) for x in read}
+    )
 
 
 def measure(folder: Path, shapes: list[tuple[int, int]], seconds: float, threads: int) -> dict[str, Any]:

@@ -6,20 +6,21 @@ A product y = x W + b of FP32 rows x with a constant W becomes
 
 W8 = W / v in signed 8 bits, with one scale a column. What makes it exact enough:
 
-balance   v moves half of what a unit of x is too large, or its weights are, to the other side (Xiao et al. 2023,
-          SmoothQuant, section 4): one large unit would cost all others their precision.
-outliers  the few units that are still too large go through a narrow product in FP32 (Dettmers et al. 2022, LLM.int8(),
-          section 3).
-step      static where rows of real text are alike: nothing is searched at run time, and b is added inside the product.
-          Else each row's own, found as it comes.
+balance   v moves what a unit of x is too large, or its weights are, to the other side (Xiao et al. 2023, SmoothQuant,
+          section 4): one large unit would cost all others their precision.
+outliers  the few units that are still too large may go through a narrow product in FP32 (Dettmers et al. 2022,
+          LLM.int8(), section 3).
+step      static: nothing is searched at run time, and b is added inside the product. Or each row's own, found as it
+          comes.
+rounding  to the nearest integer, or as real text has the least error (`export.int8_rounding`).
 
-Either way the rows of a batch never change each other, which one step a tensor, found as it comes, would let them
-(`quantize_dynamic`). Without real text there is only the step a row. What is left in FP32 is small: attention between
-tokens, LayerNorm, GELU, the pooler and heads of few labels; and the layers that a recipe keeps. Embeddings have one
-scale a piece; with outliers in FP32 they are FP16, as their rounding would be the largest that is left.
+With either step the rows of a batch never change each other, which one step a tensor, found as it comes, would let
+them (`quantize_dynamic`). Without real text there is only the step a row. What is left in FP32 is small: attention
+between tokens, LayerNorm, GELU, the pooler and heads of few labels; and the layers that a recipe keeps. Embeddings have
+one scale a piece, or are FP16. `export.int8_recipe` chooses among all this.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,9 @@ DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
 NARROWEST = 32  # columns: a head of few labels has little to gain and most to lose
 LEVELS = 255  # of an unsigned byte
 FP16_LARGEST = float(np.finfo(np.float16).max)
-SMALLEST = 1e-5  # what a unit that is always 0 counts as
+
+# x, the weight's name, the balanced weight [K, N], its columns' scales [N], v [K] and the limit: integers, int8 [K, N]
+Round = Callable[[str, str, np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -47,37 +50,50 @@ class Product:
     output: str  # what is read on: y, or the sum
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scaling:
     """How one x [.., K] becomes bytes, by what real text shows.
 
-    `balance` [K]: v. `outliers`: the units that go in FP32 where x has its own step a row; with a static step they do
-    only where the rest is then much smaller, `apart`. `low` and `high`: the span of x * v with a static step, 0 within;
-    `lowest` and `highest`: with a step a row. `alike`: whether rows are alike enough for a static one.
+    `balance` [K]: v. `outliers`: the units that go in FP32. `low` and `high`: the span of the others' x * v,
+    with 0 within.
+    `static`: whether the step is that span's; else each row has its own.
     """
 
     balance: np.ndarray
     outliers: np.ndarray
-    apart: bool
     low: float
     high: float
-    alike: bool
-    lowest: float
-    highest: float
+    static: bool
+
+    @property
+    def others(self) -> np.ndarray:
+        """v, 0 for the units that go in FP32."""
+        v = self.balance.copy()
+        v[self.outliers] = 0
+        return v
 
     @property
     def one_sided(self) -> bool:
         """Whether a byte around 0 would leave a quarter or more of its values unused, as behind GELU."""
-        return -self.lowest < self.highest / 2
+        return -self.low < self.high / 2
+
+    @property
+    def shifted(self) -> bool:
+        """Whether a row's bytes begin at `low`."""
+        return self.one_sided and not self.static
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe:
-    """`scalings` by the name of x, none for plain INT8; `kept`: layers that stay in FP32; `static`: steps allowed."""
+    """`scalings` by the name of x, none for plain INT8; `kept`: layers that stay in FP32.
+
+    `half_embeddings`: FP16 instead of INT8; `rounding` of weights, to the nearest where there is none.
+    """
 
     scalings: Mapping[str, Scaling] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
-    static: bool = True
+    half_embeddings: bool = False
+    rounding: Round | None = None
 
 
 def find_products(graph: Any) -> list[Product]:
@@ -103,12 +119,6 @@ def find_products(graph: Any) -> list[Product]:
         layer = bias.removeprefix("encoder.").removesuffix(".bias") or weight
         found.append(Product(layer, x, weight, y, bias, output))
     return found
-
-
-def balance(magnitude: np.ndarray, weights: Iterable[np.ndarray]) -> np.ndarray:
-    """v [K] for an x whose units reach `magnitude` and the weights [K, N] that read it: both sides become alike."""
-    units = np.max([np.abs(weight).max(axis=1) for weight in weights], axis=0).astype(np.float64)
-    return np.sqrt(np.maximum(units, SMALLEST) / np.maximum(magnitude.astype(np.float64), SMALLEST))
 
 
 def quantize(graph: Any, recipe: Recipe, limit: int) -> None:
@@ -142,11 +152,11 @@ class _Rewriting:
 
     def _product(self, product: Product) -> None:
         x, scaling = product.x, self.recipe.scalings.get(product.x)
+        static = scaling is not None and scaling.static
         if x not in self.bytes:
-            self.bytes[x] = self._static(x) if self._is_static(x) else self._by_row(x)
+            self.bytes[x] = self._static(x) if static else self._by_row(x)
         outliers = self._outliers(product)
-        if self._is_static(x):
-            assert scaling is not None
+        if scaling is not None and static:
             integers, columns = self._weight(product, (scaling.high - scaling.low) / LEVELS)
             inputs = [self.bytes[x], integers, self._number("one", 1), columns, self._zero(x), "", product.bias]
             y = f"{product.y}_others" if outliers else product.output
@@ -155,10 +165,10 @@ class _Rewriting:
                 self._add("Add", [y, outliers], product.output)
             return
         integers, columns = self._weight(product, 1)
-        step = self._number("step", 1 / LEVELS) if self._is_shifted(x) else self._number("half_step", 1 / 127)
-        inputs = [self.bytes[x], integers, step, columns, self._zero(x)]
+        inputs = [self.bytes[x], integers, self._row_step(x), columns, self._zero(x)]
         shares = self._add("MatMulIntegerToFloat", inputs, f"{product.y}_shares", DOMAIN)
-        bias = self._shifted_bias(product, integers, columns) if self._is_shifted(x) else product.bias
+        shifted = scaling is not None and scaling.shifted
+        bias = self._shifted_bias(product, integers, columns) if shifted else product.bias
         terms = [name for name in (outliers, bias) if name]
         y = self._add("Mul", [shares, f"{x}_largest"], f"{product.y}_scaled" if terms else product.output)
         for i, term in enumerate(terms, 1):
@@ -167,7 +177,7 @@ class _Rewriting:
     def _static(self, x: str) -> str:
         """The bytes of x by its constant step."""
         scaling = self.recipe.scalings[x]
-        factor = self._others(x) / ((scaling.high - scaling.low) / LEVELS)
+        factor = scaling.others / ((scaling.high - scaling.low) / LEVELS)
         scaled = self._add("Mul", [x, self._constant(f"{x}_factor", factor.astype(np.float32))], f"{x}_scaled")
         return self._add("QuantizeLinear", [scaled, self._number("one", 1), self._zero(x)], f"{x}_uint8")
 
@@ -175,57 +185,50 @@ class _Rewriting:
         """The bytes of x by the largest value of each row, which is `x`_largest."""
         scaling, balanced = self.recipe.scalings.get(x), x
         if scaling is not None:
-            factor = self._constant(f"{x}_factor", self._others(x).astype(np.float32))
+            factor = self._constant(f"{x}_factor", scaling.others.astype(np.float32))
             balanced = self._add("Mul", [x, factor], f"{x}_balanced")
-        if self._is_shifted(x):
-            assert scaling is not None
-            balanced = magnitude = self._add(
-                "Sub", [balanced, self._constant(f"{x}_low", np.array(scaling.lowest, np.float32))], f"{x}_shifted"
-            )
-            step = self._number("step", 1 / LEVELS)
+        if scaling is not None and scaling.shifted:
+            low = self._constant(f"{x}_low", np.array(scaling.low, np.float32))
+            balanced = magnitude = self._add("Sub", [balanced, low], f"{x}_shifted")
         else:
-            magnitude, step = self._add("Abs", [balanced], f"{x}_abs"), self._number("half_step", 1 / 127)
+            magnitude = self._add("Abs", [balanced], f"{x}_abs")
         axis = self._constant("int8_axis", np.array([-1], np.int64))
         largest = self._add("ReduceMax", [magnitude, axis], f"{x}_largest", keepdims=1)
         # 0 / 0 for a row of zeros becomes some integer, and 0 again when multiplied by its largest value
         shares = self._add("Div", [balanced, largest], f"{x}_shares")
-        return self._add("QuantizeLinear", [shares, step, self._zero(x)], f"{x}_uint8")
+        return self._add("QuantizeLinear", [shares, self._row_step(x), self._zero(x)], f"{x}_uint8")
 
-    def _units_apart(self, x: str) -> np.ndarray:
-        """The units of x that go in FP32."""
+    def _row_step(self, x: str) -> str:
+        """The step of a row whose largest value is 1."""
         scaling = self.recipe.scalings.get(x)
-        if scaling is None or (self._is_static(x) and not scaling.apart):
-            return np.empty(0, np.int64)
-        return scaling.outliers
-
-    def _others(self, x: str) -> np.ndarray:
-        """v, 0 for the units that go in FP32."""
-        v = self.recipe.scalings[x].balance.copy()
-        v[self._units_apart(x)] = 0
-        return v
+        shifted = scaling is not None and scaling.shifted
+        return self._number("step", 1 / LEVELS) if shifted else self._number("half_step", 1 / 127)
 
     def _outliers(self, product: Product) -> str:
         """What the units in FP32 add to the product; empty where there are none."""
-        units = self._units_apart(product.x)
-        if not len(units):
+        scaling = self.recipe.scalings.get(product.x)
+        if scaling is None or not len(scaling.outliers):
             return ""
         x = f"{product.x}_outliers"
         if x not in self.gathered:
             self.gathered.add(x)
-            self._add("Gather", [product.x, self._constant(f"{x}_units", units)], x, axis=-1)
-        weight = numpy_helper.to_array(self.constants[product.weight])[units]
+            self._add("Gather", [product.x, self._constant(f"{x}_units", scaling.outliers)], x, axis=-1)
+        weight = numpy_helper.to_array(self.constants[product.weight])[scaling.outliers]
         return self._add("MatMul", [x, self._constant(f"{product.weight}_outliers", weight)], f"{product.y}_outliers")
 
     def _weight(self, product: Product, step: float) -> tuple[str, str]:
         """The weight in INT8, 0 for the units in FP32, and the columns' scales times `step`."""
         weight = numpy_helper.to_array(self.constants[product.weight]).astype(np.float64)
-        scaling = self.recipe.scalings.get(product.x)
+        scaling, rounding = self.recipe.scalings.get(product.x), self.recipe.rounding
         if scaling is not None:
             weight = weight / scaling.balance[:, None]
-            weight[self._units_apart(product.x)] = 0
+            weight[scaling.outliers] = 0
         largest = np.abs(weight).max(axis=0)
         columns = np.where(largest > 0, largest / self.limit, 1)
-        integers = np.clip(np.rint(weight / columns), -self.limit, self.limit).astype(np.int8)
+        if scaling is not None and rounding is not None:
+            integers = rounding(product.x, product.weight, weight, columns, scaling.balance, self.limit)
+        else:
+            integers = np.clip(np.rint(weight / columns), -self.limit, self.limit).astype(np.int8)
         return (
             self._constant(f"{product.weight}_int8", integers),
             self._constant(f"{product.weight}_scale", (columns * step).astype(np.float32)),
@@ -236,24 +239,16 @@ class _Rewriting:
         weight = numpy_helper.to_array(self.added[integers]).astype(np.float64)
         sums = (weight * numpy_helper.to_array(self.added[columns])).sum(axis=0)
         bias = numpy_helper.to_array(self.constants[product.bias]) if product.bias else 0
-        low = self.recipe.scalings[product.x].lowest
+        low = self.recipe.scalings[product.x].low
         return self._constant(f"{product.y}_bias", (bias + low * sums).astype(np.float32))
-
-    def _is_static(self, x: str) -> bool:
-        scaling = self.recipe.scalings.get(x)
-        return scaling is not None and scaling.alike and self.recipe.static
-
-    def _is_shifted(self, x: str) -> bool:
-        scaling = self.recipe.scalings.get(x)
-        return scaling is not None and scaling.one_sided and not self._is_static(x)
 
     def _zero(self, x: str) -> str:
         """The byte that stands for 0 or, where bytes begin at the lowest value, for that."""
-        if self._is_static(x):
-            scaling = self.recipe.scalings[x]
+        scaling = self.recipe.scalings.get(x)
+        if scaling is not None and scaling.static:
             zero = round(-scaling.low / (scaling.high - scaling.low) * LEVELS)
         else:
-            zero = 0 if self._is_shifted(x) else 128
+            zero = 0 if scaling is not None and scaling.shifted else 128
         return self._constant(f"int8_zero_{zero}", np.array(zero, np.uint8))
 
     def _is_lookup(self, node: Any) -> bool:
@@ -263,7 +258,7 @@ class _Rewriting:
         """Embeddings, in a byte or two a value."""
         table, place, y = node.input[0], node.input[1], node.output[0]
         values = numpy_helper.to_array(self.constants[table])
-        if self.recipe.scalings and not self.recipe.static and np.abs(values).max() < FP16_LARGEST:
+        if self.recipe.half_embeddings and np.abs(values).max() < FP16_LARGEST:
             half = self._constant(f"{table}_half", values.astype(np.float16))
             self._add("Cast", [self._add("Gather", [half, place], f"{y}_half")], y, to=FLOAT)
             return

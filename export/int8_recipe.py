@@ -1,28 +1,28 @@
-"""Which INT8 a model bears, found on real text: as it is, with a step a row, or with some layers left in FP32.
+"""Which INT8 a model bears, found on real text: as it comes, or with some inputs in dearer ways or in FP32.
 
-The recipes are tried from the fastest on. Each is judged by how many decisions it would change on the calibration text
-(`expected_changes`), and the first below LARGEST_CHANGE is taken.
+Every input of products begins in its cheapest way. From there a ladder leads up to FP32, a way of one input a rung,
+those first that take away most of the logits' error for what they cost. The lowest rung is taken that holds: by how
+many decisions it would change (`expected_changes`) on real text that no range, step or weight was taken from.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import helper, numpy_helper
 
-from bertship.runners import available_threads
 from bertship.tokenization import Row, pad
-from export.int8 import DOMAIN, Product, Recipe, Scaling, balance, find_products, quantize
+from export.calibration import calibrate, make_session
+from export.int8 import DOMAIN, Product, Recipe, find_products, quantize
+from export.int8_rounding import Rounding
+from export.int8_ways import Way, slope, ways_of
 
 LARGEST_CHANGE = 0.012  # share of the decisions; the gate allows 0.02, on text that the model was not trained on
 LARGEST_ERROR = 0.05  # root mean square, as a share of the logits' own spread: for tasks that decide nothing
-OUTLIERS = 16  # units of an x in FP32
-APART = 1.5  # with a static step, where the span of all units is so many times that of the others
-ALIKE = 3.0  # rows count as alike when the constant step is at most so many times that of a middling row
 
 SENSITIVITY_ROWS = 16  # rows that tell how much the rounding of a layer matters
 CANDIDATES = 5  # logits of a decision that might become the largest
@@ -32,64 +32,116 @@ Logits = list[list[np.ndarray]]  # by output, by row
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe and what it would do: `changes` is the expected share of changed decisions, `error` the relative RMS."""
+    """A recipe and what it would do: `changes` is the expected share of changed decisions, `error` the relative RMS.
+
+    `allowed`: the share of LARGEST_CHANGE and LARGEST_ERROR that it was held against.
+    """
 
     recipe: Recipe
     changes: float
     error: float
+    allowed: float
 
     @property
     def good(self) -> bool:
-        return self.changes <= LARGEST_CHANGE and self.error <= LARGEST_ERROR
+        return self.changes <= self.allowed * LARGEST_CHANGE and self.error <= self.allowed * LARGEST_ERROR
+
+    def same_as(self, other: "Choice") -> bool:
+        """Whether the recipes are one."""
+        mine, others = self.recipe, other.recipe
+        return mine.half_embeddings == others.half_embeddings and dict(mine.scalings) == dict(others.scalings)
 
     def as_dict(self) -> dict[str, Any]:
         scalings = self.recipe.scalings.values()
         return {
-            "static_steps": sum(scaling.alike for scaling in scalings) if self.recipe.static else 0,
-            "steps": len(scalings),
+            "inputs": len(scalings),
+            "static_steps": sum(scaling.static for scaling in scalings),
+            "with_outliers": sum(len(scaling.outliers) > 0 for scaling in scalings),
+            "fp16_embeddings": self.recipe.half_embeddings,
             "fp32_layers": list(self.recipe.kept),
+            "allowed_changes": self.allowed * LARGEST_CHANGE,
             "expected_changes": round(self.changes, 5),
             "relative_error": round(self.error, 5),
             "good": self.good,
         }
 
 
-def choose(model: Any, rows: Sequence[Row], limit: int) -> Choice:
-    """The fastest recipe for the FP32 `model` that changes few decisions on `rows`; the best one where none does."""
-    products = find_products(model.graph)
-    scalings = read_scalings(model, products, rows)
-    wanted = _run(model, rows)
+def choose(model: Any, rows: Sequence[Row], limit: int, allowed: float = 1.0) -> Choice:
+    """The fastest recipe for the FP32 `model` that changes few decisions on `rows`; the best one where none does.
 
-    def judge(recipe: Recipe) -> Choice:
-        logits = _run(rewritten(model, recipe, limit), rows)
-        return Choice(recipe, expected_changes(wanted, logits), relative_error(wanted, logits))
+    Every other row gives ranges and moments, the rest is judged on. `allowed` is the share of the limits to keep.
+    """
+    return Search(model, rows, limit).find(allowed)
 
-    def keep(count: int) -> Choice:
-        return judge(Recipe(scalings, tuple(layer for layers in order[:count] for layer in layers), static=False))
 
-    choice = judge(Recipe(scalings))
-    if choice.good:
+class Search:
+    """What was read from real text about a model: `find` may be asked again, for less error."""
+
+    def __init__(self, model: Any, rows: Sequence[Row], limit: int) -> None:
+        self.model, self.limit = model, limit
+        self.judged = rows[1::2] or rows
+        self.groups: dict[str, list[Product]] = {}
+        for product in find_products(model.graph):
+            self.groups.setdefault(product.x, []).append(product)
+        activity = calibrate(model, list(self.groups), rows[::2], moments=True)
+        constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.ways = {
+            x: ways_of(activity[x], [numpy_helper.to_array(constants[p.weight]) for p in products], limit)
+            for x, products in self.groups.items()
+        }
+        self.rounding = Rounding(activity)
+        self.wanted = _run(model, self.judged)
+        self.ladder: list[tuple[str, Way]] | None = None  # found when the first rung does not hold
+
+    def find(self, allowed: float = 1.0) -> Choice:
+        """As `choose` says."""
+        cheapest = {x: ways[0] for x, ways in self.ways.items()}
+        choice = self._judge(cheapest, allowed, half_embeddings=False)
+        if choice.good:
+            return choice
+        if self.ladder is None:
+            self.ladder = self._find_ladder()
+
+        def climb(count: int) -> Choice:
+            return self._judge(cheapest | dict((self.ladder or [])[:count]), allowed)
+
+        few, enough = -1, len(self.ladder)  # `few` rungs do not hold
+        choice = climb(enough)
+        while enough - few > 1:
+            middle = (few + enough) // 2
+            tried = climb(middle)
+            if tried.good:
+                enough, choice = middle, tried
+            else:
+                few = middle
         return choice
-    choice = judge(Recipe(scalings, static=False))
-    if choice.good:
-        return choice
-    few = slice(None, None, max(1, len(rows) // SENSITIVITY_ROWS))
 
-    def error_with(kept: tuple[str, ...]) -> float:
-        logits = _run(rewritten(model, Recipe(scalings, kept, static=False), limit), rows[few])
-        return relative_error([output[few] for output in wanted], logits)
+    def _judge(self, ways: Mapping[str, Way], allowed: float, half_embeddings: bool = True) -> Choice:
+        recipe = self._recipe(ways, half_embeddings)
+        logits = _run(rewritten(self.model, recipe, self.limit), self.judged)
+        return Choice(recipe, expected_changes(self.wanted, logits), relative_error(self.wanted, logits), allowed)
 
-    order = by_sensitivity(model, products, error_with)
-    fewest, most = 0, len(order)  # `fewest` are too few
-    choice = keep(most)
-    while most - fewest > 1:
-        middle = (fewest + most) // 2
-        tried = keep(middle)
-        if tried.good:
-            most, choice = middle, tried
-        else:
-            fewest = middle
-    return choice
+    def _recipe(self, ways: Mapping[str, Way], half_embeddings: bool = True) -> Recipe:
+        """Embeddings are FP16 from the ladder's foot on, which takes space but no time."""
+        scalings = {x: way.scaling for x, way in ways.items() if way.scaling is not None}
+        kept = tuple(p.layer for x, products in self.groups.items() if x not in scalings for p in products)
+        return Recipe(scalings, kept, half_embeddings, self.rounding)
+
+    def _find_ladder(self) -> list[tuple[str, Way]]:
+        """Every dearer way, in the order in which they pay.
+
+        Errors of layers add up as squares: what an input's error does to the logits is measured with all others in
+        FP32, for its second way, as that of the cheapest may be beyond any proportion; and taken as the same for all.
+        """
+        some = slice(None, None, max(1, len(self.judged) // SENSITIVITY_ROWS))
+        wanted = [output[some] for output in self.wanted]
+        rungs = []
+        for x, ways in self.ways.items():
+            way = ways[1 if len(ways) > 2 else 0]
+            logits = _run(rewritten(self.model, self._recipe({x: way}), self.limit), self.judged[some])
+            weight = relative_error(wanted, logits) ** 2 / max(way.error, float(np.finfo(np.float64).tiny))
+            rungs += [(weight * slope(a, b), x, b) for a, b in pairwise(ways)]
+        return [(x, way) for _, x, way in sorted(rungs, key=lambda rung: -rung[0])]
 
 
 def rewritten(model: Any, recipe: Recipe, limit: int) -> Any:
@@ -99,72 +151,6 @@ def rewritten(model: Any, recipe: Recipe, limit: int) -> Any:
     quantize(copy.graph, recipe, limit)
     copy.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return copy
-
-
-def read_scalings(model: Any, products: Sequence[Product], rows: Sequence[Row]) -> dict[str, Scaling]:
-    """The scaling of every product's x, over `rows`."""
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    readers: dict[str, list[str]] = {}
-    for product in products:
-        readers.setdefault(product.x, []).append(product.weight)
-    if not readers:  # a head of few labels on embeddings alone
-        return {}
-    seen = onnx.ModelProto()
-    seen.CopyFrom(model)
-    seen.graph.output.extend(onnx.ValueInfoProto(name=name) for name in readers)
-    session = make_session(seen)
-
-    def values() -> Iterator[tuple[str, np.ndarray]]:
-        for row in rows:
-            for name, value in zip(readers, session.run(list(readers), pad([row], 0)), strict=True):
-                yield name, value.reshape(-1, value.shape[-1])
-
-    high: dict[str, np.ndarray] = {}
-    low: dict[str, np.ndarray] = {}
-    for name, value in values():
-        high[name] = np.maximum(high.get(name, np.zeros(1)), value.max(axis=0))
-        low[name] = np.minimum(low.get(name, np.zeros(1)), value.min(axis=0))
-    balances, units, apart, factors, bounds = {}, {}, {}, {}, {}
-    for name, weights in readers.items():
-        magnitude = np.maximum(high[name], -low[name])
-        balances[name] = balance(magnitude, [numpy_helper.to_array(constants[weight]) for weight in weights])
-        sizes = magnitude * balances[name]
-        units[name] = np.sort(np.argsort(-sizes)[: min(OUTLIERS, len(sizes) // 8)])
-        others = balances[name].copy()
-        others[units[name]] = 0
-        bounds[name] = [(float((low[name] * v).min()), float((high[name] * v).max())) for v in (balances[name], others)]
-        apart[name] = bounds[name][0][1] - bounds[name][0][0] > APART * (bounds[name][1][1] - bounds[name][1][0])
-        factors[name] = others if apart[name] else balances[name]
-    spans: dict[str, list[np.ndarray]] = {name: [] for name in readers}
-    for name, value in values():
-        scaled = value * factors[name]
-        spans[name].append(scaled.max(axis=1) - np.minimum(scaled.min(axis=1), 0))
-    found = {}
-    for name in readers:
-        lowest, highest = bounds[name][1 if apart[name] else 0]
-        span = max(highest - lowest, float(np.finfo(np.float32).tiny))
-        alike = span <= ALIKE * float(np.median(np.concatenate(spans[name])))
-        found[name] = Scaling(balances[name], units[name], apart[name], lowest, lowest + span, alike, *bounds[name][1])
-    return found
-
-
-def by_sensitivity(
-    model: Any, products: Sequence[Product], error_with: Callable[[tuple[str, ...]], float]
-) -> list[tuple[str, ...]]:
-    """The layers that read the same x, in the order in which they should go back to FP32.
-
-    `error_with` gives the error with the given layers in FP32. Errors of layers add up as squares, so
-    each group's is found with all others in FP32; first comes what takes away most for the work that it costs.
-    """
-    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
-    groups: dict[str, list[Product]] = {}
-    for product in products:
-        groups.setdefault(product.x, []).append(product)
-    worth = {}
-    for x, members in groups.items():
-        others = tuple(product.layer for product in products if product.x != x)
-        worth[x] = error_with(others) ** 2 / sum(sizes[product.weight] for product in members)
-    return [tuple(p.layer for p in groups[x]) for x in sorted(groups, key=lambda x: -worth[x])]
 
 
 def expected_changes(wanted: Logits, got: Logits) -> float:
@@ -223,11 +209,3 @@ def _run(model: Any, rows: Sequence[Row]) -> Logits:
     session = make_session(model)
     results = [session.run(None, pad([row], 0)) for row in rows]
     return [[result[k][0] for result in results] for k in range(len(results[0]))]
-
-
-def make_session(model: Any) -> onnxruntime.InferenceSession:
-    """`model` in memory on ONNX Runtime's CPU provider, with every core that there is."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = available_threads()
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -1,7 +1,7 @@
 """Precision lives in the graph: FP16 and INT8 are rewritten from the FP32 graph, with FP32 inputs and outputs."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,45 @@ import onnx
 from bertship.tokenization import Row
 from export.fp16 import to_fp16
 from export.int8 import Recipe
-from export.int8_recipe import choose, rewritten
+from export.int8_recipe import Choice, Search, rewritten
 from export.onnx_graph import check_graph
 from export.qdq import to_int8_qdq
 
 CPUINFO = Path("/proc/cpuinfo")
 RECIPE = "bertship.int8"  # the key of an INT8 graph's own description
+ALLOWED = (1.0, 0.5, 0.25)  # of what a recipe may change: the next one where the gate refuses
 
 
 def to_int8(source: Path, target: Path, rows: Sequence[Row] = ()) -> None:
+    """The first of `int8_attempts`."""
+    next(int8_attempts(source, target, rows))
+
+
+def int8_attempts(source: Path, target: Path, rows: Sequence[Row] = ()) -> Iterator[None]:
     """Weights and activations in INT8 as `export.int8` has them; FP32 in and out.
 
     `rows` are real text, from which the recipe is chosen (`export.int8_recipe`); without them each token has its own
     scale and nothing else is known. `read_recipe` says what was chosen.
     Processors without VNNI add INT8 products in 16 bits and saturate, hence 7-bit weights there.
+    Each time that it is asked to go on, it writes `target` again with less error and less of the speed.
     """
     model, limit = onnx.load(source), 127 if has_vnni() else 63
-    choice = choose(model, rows, limit) if len(rows) else None
-    model = rewritten(model, choice.recipe if choice else Recipe(), limit)
-    facts = {
-        "calibration_rows": len(rows),
-        "weight_bits": limit.bit_length() + 1,
-        **(choice.as_dict() if choice else {}),
-    }
+    if not len(rows):
+        _write_int8(rewritten(model, Recipe(), limit), target, limit, 0, {})
+        yield
+        return
+    search = Search(model, rows, limit)
+    before: Choice | None = None
+    for allowed in ALLOWED:
+        choice = search.find(allowed)
+        if before is None or not choice.same_as(before):
+            _write_int8(rewritten(model, choice.recipe, limit), target, limit, len(rows), choice.as_dict())
+            yield
+        before = choice
+
+
+def _write_int8(model: Any, target: Path, limit: int, rows: int, choice: dict[str, Any]) -> None:
+    facts = {"calibration_rows": rows, "weight_bits": limit.bit_length() + 1, **choice}
     onnx.helper.set_model_props(model, {RECIPE: json.dumps(facts)})
     onnx.save(model, target)
     check_graph(target)
@@ -61,6 +77,7 @@ class Precision:
 
     file: str
     make: Callable[..., None] | None  # source, target and, where `calibrated`, rows of real text
+    attempts: Callable[..., Iterator[None]] | None = None  # the same, again and again, for as long as the gate refuses
     narrow: bool = False
     half: bool = False
     calibrated: bool = False
@@ -70,6 +87,6 @@ class Precision:
 PRECISIONS = {
     "fp32": Precision("model.onnx", None),
     "fp16": Precision("model.fp16.onnx", to_fp16, narrow=True, half=True, calibrated=True),
-    "int8": Precision("model.int8.onnx", to_int8, calibrated=True),
+    "int8": Precision("model.int8.onnx", to_int8, int8_attempts, calibrated=True),
     "int8_qdq": Precision("model.int8.qdq.onnx", to_int8_qdq, narrow=True, calibrated=True, needs_tensorrt=True),
 }

@@ -1,7 +1,7 @@
 """Export a fine-tuned model: make each precision, hold it against PyTorch, publish what passes, whole or not at all."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from train.scoring import columns_of
 from train.torch_runner import TorchRunner
 
 SAMPLES = "samples.jsonl"  # real texts with PyTorch's answers: for checking and loading a server
-CALIBRATION_ROWS = 128
+CALIBRATION_ROWS = 256
 
 Report = Callable[[str], None]
 
@@ -164,21 +164,41 @@ def _make(
         precision = PRECISIONS[name]
         path = staging / precision.file
         try:
-            if precision.make is not None:
-                precision.make(original, path, *((calibration,) if precision.calibrated else ()))
+            for judged in _attempts(source, reference, calibration, name, original, path, report):
+                if not (reasons := reasons_of(judged)):
+                    break
             if precision.calibrated and (recipe := read_recipe(path)):
                 recipes[name] = recipe
-                if kept := recipe.get("fp32_layers"):
-                    report(f"{name}: {', '.join(kept)} stay in FP32, as INT8 would change too many decisions there")
-            report(f"{name}: {path.stat().st_size / 1e6:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows")
-            judged = judge(reference, name, path, source.model)
         except CheckFailed as error:
             refused[name] = f"{name}: {error}"
             continue
         results += judged
-        if reasons := reasons_of(judged):
+        if reasons:
             refused[name] = reasons
     return results, refused, recipes
+
+
+def _attempts(
+    source: Source,
+    reference: Reference,
+    calibration: Sequence[Row],
+    name: str,
+    original: Path,
+    path: Path,
+    report: Report,
+) -> Iterator[list[Parity]]:
+    """The comparisons of each attempt at a precision, every one nearer to FP32 than that before."""
+    precision = PRECISIONS[name]
+    inputs = (original, path, *((calibration,) if precision.calibrated else ()))
+    if precision.attempts is None and precision.make is not None:
+        precision.make(*inputs)
+    for attempt, _ in enumerate(precision.attempts(*inputs) if precision.attempts else (None,)):
+        again = ", once more with less error, as the gate refused the last" if attempt else ""
+        if kept := read_recipe(path).get("fp32_layers"):
+            report(f"{name}: {', '.join(kept)} stay in FP32, as INT8 would change too many decisions there")
+        size = path.stat().st_size / 1e6
+        report(f"{name}: {size:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows{again}")
+        yield judge(reference, name, path, source.model)
 
 
 def _add_plans(

@@ -10,16 +10,15 @@ tokens, LayerNorm, embeddings and heads of few labels, and attention stays fused
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import helper, numpy_helper, version_converter
 
 from bertship.errors import CheckFailed, InputError
-from bertship.runners import available_threads
-from bertship.tokenization import Row, pad
+from bertship.tokenization import Row
+from export.calibration import Activity, calibrate
 from export.fp16 import to_fp16
 from export.onnx_graph import check_graph, quiet
 
@@ -28,7 +27,6 @@ NARROWEST_INT8 = 32  # columns: a head of few labels has little to gain and most
 LARGEST = 127
 MIGRATIONS = (0.5, 0.65, 0.8, 0.95)  # alpha of SmoothQuant: the share of the difficulty that goes to the weights
 LARGEST_ERROR = 0.02  # of a layer's output, as a share of it, for the token in the middle
-SAMPLED_TOKENS = 512
 SMALLEST_SCALE = float(np.finfo(np.float16).tiny)
 
 
@@ -43,36 +41,6 @@ def linear_layers(graph: Any) -> dict[str, list[Any]]:
     return found
 
 
-class Range(NamedTuple):
-    """What real text puts into a linear layer: each channel's largest magnitude, float32 [K], and tokens [T, K]."""
-
-    largest: np.ndarray
-    tokens: np.ndarray
-
-
-def calibrate(source: Path, rows: Sequence[Row]) -> dict[str, Range]:
-    """The range of each linear layer's input over `rows`, by tensor; tokens are drawn evenly from all rows."""
-    model = onnx.load(source)
-    names = list(linear_layers(model.graph))
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = available_threads()
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    rng = np.random.default_rng(0)
-    most = -(-SAMPLED_TOKENS // len(rows))
-    largest: dict[str, np.ndarray] = {}
-    tokens: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for row in rows:
-        chosen = rng.permutation(len(row))[:most]
-        for name, x in zip(names, session.run(names, pad([row], 0)), strict=True):
-            x_SK = x.reshape(-1, x.shape[-1])
-            of_row = np.abs(x_SK).max(axis=0)
-            largest[name] = np.maximum(largest.get(name, of_row), of_row)
-            tokens[name].append(x_SK[chosen])
-    return {name: Range(largest[name], np.concatenate(tokens[name])) for name in names}
-
-
 def to_int8_qdq(source: Path, target: Path, rows: Sequence[Row]) -> None:
     """The FP32 graph at `source` as an INT8 graph for TensorRT; `rows` are real text to take the ranges from.
 
@@ -80,9 +48,8 @@ def to_int8_qdq(source: Path, target: Path, rows: Sequence[Row]) -> None:
     """
     if not rows:
         raise InputError("INT8 for TensorRT takes its scales from real text; none was given")
-    ranges = calibrate(source, rows)
     model = onnx.load(source)
-    weights, scales = _smooth(model.graph, ranges)
+    weights, scales = _smooth(model.graph, calibrate(model, list(linear_layers(model.graph)), rows))
     if not weights:
         raise CheckFailed(f"no layer of {source.name} bears INT8 with fixed scales; take fp16")
     onnx.save(model, target)
@@ -94,7 +61,7 @@ def to_int8_qdq(source: Path, target: Path, rows: Sequence[Row]) -> None:
     check_graph(target)
 
 
-def smoothing_of(found: Range, matrices: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
+def smoothing_of(found: Activity, matrices: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
     """The best factor for each channel, float32 [K], and the error that the layers' outputs then have.
 
     The error is that of the token in the middle, as a share of its output: one token far beyond the others, whose own
@@ -128,7 +95,7 @@ def integers_of(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return integers.astype(np.int8), columns
 
 
-def _smooth(graph: Any, ranges: dict[str, Range]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def _smooth(graph: Any, ranges: dict[str, Activity]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Divide the input of each layer that bears INT8 by a factor a channel and multiply its weights, in place.
 
     Returns the new weights by name and each input's scale by its new name.

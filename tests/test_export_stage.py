@@ -5,10 +5,12 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
 import pytest
+from onnx import numpy_helper
 from small_bert import TASKS_BY_HEAD, make_examples, make_model, make_run
 
 from bertship import artifacts
@@ -158,7 +160,8 @@ def test_auto_keeps_what_passes_and_says_what_does_not(quick, tmp_path, monkeypa
     def spoilt(source: Path, target: Path, rows: object) -> None:
         raise CheckFailed("spoilt on purpose")
 
-    monkeypatch.setitem(publish.PRECISIONS, "int8", dataclasses.replace(publish.PRECISIONS["int8"], make=spoilt))
+    int8 = dataclasses.replace(publish.PRECISIONS["int8"], make=spoilt, attempts=None)
+    monkeypatch.setitem(publish.PRECISIONS, "int8", int8)
     said: list[str] = []
     examples, out = make_examples("sentence"), tmp_path / "export"
     with pytest.raises(CheckFailed, match="int8: spoilt on purpose; nothing was published"):
@@ -172,6 +175,27 @@ def test_auto_keeps_what_passes_and_says_what_does_not(quick, tmp_path, monkeypa
     monkeypatch.setitem(TOLERANCES, "fp16", dataclasses.replace(TOLERANCES["fp16"], max_difference=0))
     manifest = publish.export_run(quick, out, ["fp32", "fp16"], examples, said.append, lenient=True)
     assert list(manifest["graphs"]) == ["fp32"] and not (out / "model.fp16.onnx").exists()
+
+
+def test_int8_is_tried_again_nearer_to_fp32_where_the_gate_refuses(quick, tmp_path, monkeypatch):
+    def attempts(source: Path, target: Path, rows: object) -> Iterator[None]:
+        for sign in (-1, -1, 1, 1):
+            model = onnx.load(source)
+            for tensor in model.graph.initializer:
+                if tensor.name.startswith("classifier."):
+                    values = numpy_helper.to_array(tensor)
+                    tensor.CopyFrom(numpy_helper.from_array(sign * values, tensor.name))
+            onnx.save(model, target)
+            made.append(sign)
+            yield
+
+    made: list[int] = []
+    monkeypatch.setitem(publish.PRECISIONS, "int8", dataclasses.replace(publish.PRECISIONS["int8"], attempts=attempts))
+    said: list[str] = []
+    manifest = publish.export_run(quick, tmp_path / "export", ["fp32", "int8"], make_examples("sentence"), said.append)
+    assert made == [-1, -1, 1] and "int8" in manifest["graphs"] and not manifest["refused"]
+    assert {result["agreement"] for result in manifest["metrics"]["parity"]} == {1.0}
+    assert sum("once more with less error, as the gate refused the last" in line for line in said) == 2
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "task.json", "tokenizer.json"])

@@ -1,6 +1,6 @@
-"""export/int8.py and export/int8_recipe.py: what INT8 computes, and which of its recipes a model gets."""
+"""export/int8*.py and export/calibration.py: what INT8 computes, and which of its recipes a model gets."""
 
-import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -12,9 +12,12 @@ from test_onnx_graph import feeds_of
 
 from bertship.runners import OnnxRunner
 from bertship.tokenization import Row, pad
-from export import int8, int8_recipe, precision
-from export.int8 import Recipe, find_products, quantize
-from export.int8_recipe import expected_changes, read_scalings, relative_error, rewritten
+from export import int8_recipe, precision
+from export.calibration import calibrate, make_session
+from export.int8 import Recipe, Scaling, find_products, quantize
+from export.int8_recipe import Search, expected_changes, relative_error, rewritten
+from export.int8_rounding import Rounding, round_by_moments
+from export.int8_ways import error_of, scaling_of, ways_of
 from export.onnx_graph import export_onnx
 from export.parity import check_shapes
 
@@ -28,32 +31,44 @@ def rows_of(lengths, seed=1) -> list[Row]:
 
 @pytest.fixture(scope="module", params=TASKS_BY_HEAD)
 def made(request, tmp_path_factory):
-    """A model's FP32 graph and its scalings over text."""
+    """A model's FP32 graph, and what text puts into its products."""
     path = tmp_path_factory.mktemp("int8") / "model.onnx"
     export_onnx(make_model(request.param), path)
     model = onnx.load(path)
-    return path, model, read_scalings(model, find_products(model.graph), rows_of(LENGTHS * 3))
+    names = list(dict.fromkeys(product.x for product in find_products(model.graph)))
+    return path, model, calibrate(model, names, rows_of(LENGTHS * 3), moments=True)
 
 
 def layers_of(model) -> list[str]:
     return [product.layer for product in find_products(model.graph)]
 
 
+def scalings_of(made, outliers=0, static=True) -> dict[str, Scaling]:
+    _, model, activity = made
+    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    read: dict[str, list[np.ndarray]] = {}
+    for product in find_products(model.graph):
+        read.setdefault(product.x, []).append(weights[product.weight])
+    return {
+        x: scaling_of(activity[x], np.concatenate(read[x], axis=1).astype(np.float64), 0.7, outliers, static)
+        for x in read
+    }
+
+
 RECIPES = {
-    "plain": lambda scalings, layers: Recipe(),
-    "static": lambda scalings, layers: Recipe(all_static(scalings)),
-    "rows": lambda scalings, layers: Recipe(scalings, static=False),
-    "kept": lambda scalings, layers: Recipe(scalings, tuple(layers[3:9]), static=False),
+    "plain": lambda made: Recipe(),
+    "static": lambda made: Recipe(scalings_of(made)),
+    "static and outliers": lambda made: Recipe(scalings_of(made, outliers=4), half_embeddings=True),
+    "rows": lambda made: Recipe(scalings_of(made, static=False), half_embeddings=True),
+    "rows and outliers": lambda made: Recipe(scalings_of(made, outliers=4, static=False), half_embeddings=True),
+    "rounded": lambda made: Recipe(scalings_of(made), rounding=Rounding(made[2])),
+    "kept": lambda made: Recipe(scalings_of(made), tuple(layers_of(made[1])[3:9])),
 }
-
-
-def all_static(scalings):
-    return {x: dataclasses.replace(scaling, alike=True) for x, scaling in scalings.items()}
 
 
 @pytest.fixture(params=RECIPES)
 def recipe(request, made):
-    return RECIPES[request.param](made[2], layers_of(made[1]))
+    return RECIPES[request.param](made)
 
 
 def save(model, folder):
@@ -81,7 +96,7 @@ def test_every_product_is_in_int8_but_what_is_kept(made, recipe):
         constants[node.input[0]] for node in graph.node if node.op_type == "Gather" and node.input[0] in constants
     ]
     wide = [table for table in tables if table.ndim == 2 and table.shape[1] == CONFIG.hidden_size]
-    assert {str(table.dtype) for table in wide} == {"int8" if recipe.static else "float16"}
+    assert {str(table.dtype) for table in wide} == {"float16" if recipe.half_embeddings else "int8"}
 
 
 def test_a_row_has_the_same_bits_alone_among_others_and_in_any_order(made, recipe, tmp_path):
@@ -119,8 +134,7 @@ def test_a_processor_without_vnni_gets_weights_of_7_bits(made, tmp_path, monkeyp
     flags = "flags\t\t: fpu avx2 avx512f" + (" avx512_vnni" if vnni else "")
     (tmp_path / "cpuinfo").write_text(flags, encoding="utf-8")
     monkeypatch.setattr(precision, "CPUINFO", tmp_path / "cpuinfo")
-    for limit in ("LARGEST_CHANGE", "LARGEST_ERROR"):
-        monkeypatch.setattr(int8_recipe, limit, 1.0)  # random weights bear no rounding; here it is about its bits
+    bear_anything(monkeypatch)  # as random weights bear no rounding; here it is about its bits
     target = tmp_path / "model.int8.onnx"
     precision.to_int8(made[0], target, rows_of(LENGTHS))
     assert precision.read_recipe(target)["weight_bits"] == (8 if vnni else 7)
@@ -142,21 +156,20 @@ def test_one_large_unit_costs_the_others_nothing(made):
         [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["rows", 48])],
         [numpy_helper.from_array(weight.astype(np.float32), "w")],
     )
-    v = int8.balance(np.abs(x).max(axis=0), [weight])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    v = np.sqrt(np.abs(weight).max(axis=1) / np.abs(x).max(axis=0))
     others = np.where(np.arange(64) == 7, 0, v)
     span = float((x * others).min()), float((x * others).max())
-    scaling = int8.Scaling(v, np.array([7]), True, *span, True, *span)
     wanted = x @ weight
 
     def error(recipe):
-        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
-        session = int8_recipe.make_session(rewritten(model, recipe, 127))
+        session = make_session(rewritten(model, recipe, 127))
         (got,) = session.run(None, {"x": x.astype(np.float32)})
         return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
 
     assert error(Recipe()) > 0.3
-    assert error(Recipe({"x": scaling})) < 0.02
-    assert error(Recipe({"x": scaling}, static=False)) < 0.02
+    for static in (True, False):
+        assert error(Recipe({"x": Scaling(v, np.array([7]), *span, static)})) < 0.02
 
 
 def test_expected_changes_are_those_that_happen():
@@ -181,21 +194,104 @@ def test_expected_changes_are_those_that_happen():
 
 def test_the_fastest_recipe_that_holds_is_taken(made, monkeypatch):
     _, model, _ = made
-    rows = rows_of(LENGTHS * 2)
-    monkeypatch.setattr(int8_recipe, "LARGEST_CHANGE", 1.0)
-    monkeypatch.setattr(int8_recipe, "LARGEST_ERROR", 1.0)
-    first = int8_recipe.choose(model, rows, 127)
-    assert first.good and first.recipe.static and not first.recipe.kept
-    monkeypatch.setattr(int8_recipe, "LARGEST_ERROR", first.error * 0.999)
-    second = int8_recipe.choose(model, rows, 127)
-    assert second.good and not second.recipe.static and second.error < first.error
-    monkeypatch.setattr(int8_recipe, "LARGEST_ERROR", first.error / 4)
-    third = int8_recipe.choose(model, rows, 127)
-    assert third.good and third.recipe.kept
-    assert set(third.recipe.kept) < set(layers_of(model))
+    search = Search(model, rows_of(LENGTHS * 2), 127)
+    bear_anything(monkeypatch)
+    first = search.find()
+    assert first.good and not first.recipe.kept and not first.recipe.half_embeddings
+    assert all(scaling.static and not len(scaling.outliers) for scaling in first.recipe.scalings.values())
+    found = [first]
+    for share in (0.6, 0.4, 0.2):
+        monkeypatch.setattr(int8_recipe, "LARGEST_ERROR", first.error * share)
+        found.append(search.find())
+        assert found[-1].good and found[-1].error <= first.error * share
+    cost = [cost_of(search, choice) for choice in found]
+    assert cost == sorted(cost) and cost[-1] > 0
+    assert found[-1].recipe.kept and found[-1].recipe.half_embeddings
+    assert search.find(allowed=2).error > found[-1].error  # asked for less again, it gives less
     monkeypatch.setattr(int8_recipe, "LARGEST_ERROR", 0)  # nothing rounds to nothing: embeddings are FP16
-    last = int8_recipe.choose(model, rows, 127)
+    last = search.find()
     assert not last.good and set(last.recipe.kept) == set(layers_of(model))
+
+
+def bear_anything(monkeypatch):
+    monkeypatch.setattr(int8_recipe, "LARGEST_CHANGE", 10)
+    monkeypatch.setattr(int8_recipe, "LARGEST_ERROR", 10)
+
+
+def cost_of(search, choice) -> float:
+    return sum(
+        next(way.cost for way in ways if way.scaling is choice.recipe.scalings.get(x))
+        for x, ways in search.ways.items()
+    )
+
+
+def test_each_attempt_has_less_error_and_the_same_recipe_is_not_tried_twice(made, tmp_path, monkeypatch):
+    bear_anything(monkeypatch)
+    target, rows = tmp_path / "model.int8.onnx", rows_of(LENGTHS)
+    assert len(list(precision.int8_attempts(made[0], target, rows))) == 1  # the cheapest holds at every limit
+    first = precision.read_recipe(target)
+    monkeypatch.setattr(int8_recipe, "LARGEST_ERROR", first["relative_error"] * 1.01)
+    found = [precision.read_recipe(target) for _ in precision.int8_attempts(made[0], target, rows)]
+    assert [recipe["allowed_changes"] for recipe in found] == [10 * allowed for allowed in precision.ALLOWED]
+    errors = [recipe["relative_error"] for recipe in found]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 2
+
+
+def test_ways_lead_from_the_cheapest_to_fp32_and_their_errors_are_what_happens(made):
+    _, model, activity = made
+    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    for product in find_products(model.graph):
+        ways = ways_of(activity[product.x], [weights[product.weight]], 127)
+        assert ways[0].cost == 0 and ways[-1].scaling is None and ways[-1].error == 0
+        assert all(a.cost < b.cost and a.error > b.error for a, b in itertools.pairwise(ways))
+    # of the last product, whose input is GELU's
+    tokens, weight = activity[product.x].tokens, weights[product.weight].astype(np.float64)
+    for way in ways[:-1]:
+        happened = np.mean((product_of(tokens, weight, way.scaling) - tokens @ weight) ** 2) * weight.shape[1]
+        expected = error_of(tokens, weight, way.scaling, 127)
+        assert expected / 2 < happened < expected * 4  # `expected` counts on rounding by moments
+
+
+def product_of(x, weight, scaling):
+    """x W as the integers give it."""
+    others = scaling.others
+    if scaling.static:
+        step = (scaling.high - scaling.low) / 255
+        rounded = np.rint(x * others / step) * step
+    else:
+        low, levels = (scaling.low, 255) if scaling.shifted else (0.0, 127)
+        step = np.abs(x * others - low).max(axis=1, keepdims=True) / levels
+        rounded = np.rint((x * others - low) / step) * step + low
+    balanced = weight / scaling.balance[:, None]
+    balanced[scaling.outliers] = 0
+    columns = np.abs(balanced).max(axis=0) / 127
+    apart = x[:, scaling.outliers] @ weight[scaling.outliers]
+    return rounded @ (np.rint(balanced / columns) * columns) + apart
+
+
+def test_rounding_by_moments_has_less_error_on_what_it_saw_and_on_more_of_the_kind():
+    rng = np.random.default_rng(0)
+    mixing = rng.standard_normal((12, 96))
+    draw = lambda n: rng.standard_normal((n, 12)) @ mixing + 0.1 * rng.standard_normal((n, 96))  # noqa: E731
+    weight, x = rng.uniform(-127, 127, (96, 40)), draw(500)
+    integers = round_by_moments(weight, (x.T @ x).astype(np.float32), 127)
+    np.testing.assert_array_equal(integers, np.rint(integers))
+    assert np.abs(integers).max() <= 127 and np.abs(integers - weight).max() < 8
+    for text in (x, draw(500)):
+        nearest = np.linalg.norm(text @ (np.rint(weight) - weight))
+        assert np.linalg.norm(text @ (integers - weight)) < nearest / 2
+    np.testing.assert_array_equal(round_by_moments(weight, np.zeros((96, 96)), 127), np.rint(weight))
+
+
+def test_calibration_reads_every_row_and_draws_tokens_evenly(made):
+    _, model, activity = made
+    rows = rows_of(LENGTHS * 3)
+    for seen in activity.values():
+        assert seen.tokens.shape[0] == sum(min(len(row), -(-512 // len(rows))) for row in rows)
+        assert (seen.tokens >= seen.low).all() and (seen.tokens <= seen.high).all()
+        # the moments are those of all tokens: at least those of the drawn ones
+        assert (np.diag(seen.moments) >= (seen.tokens**2).sum(axis=0) * (1 - 1e-5)).all()
+    assert calibrate(model, [], rows) == {}
 
 
 def test_the_graph_says_how_it_was_made(made, tmp_path):
@@ -203,7 +299,7 @@ def test_the_graph_says_how_it_was_made(made, tmp_path):
     precision.to_int8(made[0], target, rows_of(LENGTHS))
     facts = precision.read_recipe(target)
     assert facts["calibration_rows"] == len(LENGTHS)
-    assert set(facts) >= {"weight_bits", "fp32_layers", "expected_changes", "relative_error", "good"}
+    assert set(facts) >= {"weight_bits", "inputs", "static_steps", "fp32_layers", "expected_changes", "good"}
     assert facts == json.loads(json.dumps(facts))
     precision.to_int8(made[0], target)
     assert precision.read_recipe(target) == {"calibration_rows": 0, "weight_bits": facts["weight_bits"]}
@@ -211,7 +307,7 @@ def test_the_graph_says_how_it_was_made(made, tmp_path):
 
 
 def test_query_key_and_value_share_their_bytes(made):
-    graph = rewritten(made[1], Recipe(made[2], static=False), 127).graph
+    graph = rewritten(made[1], Recipe(scalings_of(made, static=False)), 127).graph
     assert sum(node.op_type == "QuantizeLinear" for node in graph.node) == 4 * CONFIG.num_hidden_layers
 
 

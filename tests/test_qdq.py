@@ -11,10 +11,11 @@ from test_precision import constants_of, rows_of
 from bertship.errors import CheckFailed, InputError
 from bertship.runners import OnnxRunner
 from export import fp16, qdq
+from export.calibration import Activity, calibrate
 from export.fp16 import deviations, fp32_norms, to_fp16
 from export.onnx_graph import export_onnx
 from export.parity import check_shapes
-from export.qdq import calibrate, linear_layers, to_int8_qdq
+from export.qdq import linear_layers, to_int8_qdq
 from export.tolerances import TOLERANCES
 
 ROWS = rows_of((1, 4, 9, 17, 32, 48))
@@ -74,9 +75,10 @@ def test_a_row_does_not_change_with_its_neighbours(graphs):
 
 def test_ranges_are_the_largest_of_each_channel_over_all_rows(graphs):
     source, _ = graphs
-    both, first = calibrate(source, ROWS), calibrate(source, ROWS[:1])
-    graph = onnx.load(source).graph
-    assert set(both) == set(linear_layers(graph))
+    model = onnx.load(source)
+    names = list(linear_layers(model.graph))
+    both, first = calibrate(model, names, ROWS), calibrate(model, names, ROWS[:1])
+    assert set(both) == set(names)
     assert all((both[name].largest >= first[name].largest).all() for name in both)
     assert any((both[name].largest > first[name].largest).any() for name in both)
     assert all((np.abs(values.tokens) <= values.largest).all() for values in both.values())
@@ -84,17 +86,21 @@ def test_ranges_are_the_largest_of_each_channel_over_all_rows(graphs):
     assert widths == {CONFIG.hidden_size, CONFIG.intermediate_size}
 
 
+def activity_of(tokens) -> Activity:
+    return Activity(tokens.min(axis=0), tokens.max(axis=0), tokens, None)
+
+
 def test_a_layer_that_one_token_spoils_for_the_others_stays_in_fp16(graphs, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     tokens, matrix = rng.normal(size=(64, 32)).astype(np.float32), rng.normal(size=(32, 48)).astype(np.float32)
-    calm = qdq.Range(np.abs(tokens).max(axis=0), tokens)
+    calm = activity_of(tokens)
     assert qdq.smoothing_of(calm, [matrix])[1] < qdq.LARGEST_ERROR
     tokens[5] *= 1000  # in every channel: no factor a channel can help
-    wild = qdq.Range(np.abs(tokens).max(axis=0), tokens)
+    wild = activity_of(tokens)
     assert qdq.smoothing_of(wild, [matrix])[1] > 0.5
     tokens[5] /= 1000
     tokens[:, 3] *= 1000  # in one channel: that is what the factors are for
-    channel = qdq.Range(np.abs(tokens).max(axis=0), tokens)
+    channel = activity_of(tokens)
     assert qdq.smoothing_of(channel, [matrix])[1] < qdq.LARGEST_ERROR
     monkeypatch.setattr(qdq, "LARGEST_ERROR", 0.0)
     with pytest.raises(CheckFailed, match=r"no layer of model\.onnx bears INT8"):
