@@ -167,6 +167,7 @@ def _make(
             for judged in _attempts(source, reference, calibration, name, original, path, report):
                 if not (reasons := reasons_of(judged)):
                     break
+                report(f"{name}: the gate refuses this one: {reasons.split('; ')[0]}")
             if precision.calibrated and (recipe := read_recipe(path)):
                 recipes[name] = recipe
         except CheckFailed as error:
@@ -193,11 +194,12 @@ def _attempts(
     if precision.attempts is None and precision.make is not None:
         precision.make(*inputs)
     for attempt, _ in enumerate(precision.attempts(*inputs) if precision.attempts else (None,)):
-        again = ", once more with less error, as the gate refused the last" if attempt else ""
+        if attempt:
+            report(f"{name}: once more, with less error and less of its speed")
         if kept := read_recipe(path).get("fp32_layers"):
             report(f"{name}: {', '.join(kept)} stay in FP32, as INT8 would change too many decisions there")
         size = path.stat().st_size / 1e6
-        report(f"{name}: {size:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows{again}")
+        report(f"{name}: {size:.1f} MB, comparing with PyTorch on {len(reference.rows)} rows")
         yield judge(reference, name, path, source.model)
 
 

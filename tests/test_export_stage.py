@@ -195,7 +195,8 @@ def test_int8_is_tried_again_nearer_to_fp32_where_the_gate_refuses(quick, tmp_pa
     manifest = publish.export_run(quick, tmp_path / "export", ["fp32", "int8"], make_examples("sentence"), said.append)
     assert made == [-1, -1, 1] and "int8" in manifest["graphs"] and not manifest["refused"]
     assert {result["agreement"] for result in manifest["metrics"]["parity"]} == {1.0}
-    assert sum("once more with less error, as the gate refused the last" in line for line in said) == 2
+    assert sum("int8: once more, with less error" in line for line in said) == 2
+    assert sum("int8: the gate refuses this one: int8 (padded to " in line for line in said) == 2
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "task.json", "tokenizer.json"])
