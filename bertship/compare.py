@@ -23,7 +23,6 @@ _NOT_SETTINGS = {"model_files", "fingerprint"}  # hashes, which say nothing to p
 _COURSE = {
     *("best_step", "updates", "epochs_run", "train_seconds", "tokens_per_second", "padding_share", "skipped_updates"),
 }
-_SMOOTHED = 100  # windows into which losses of single updates are averaged
 Axes = tuple[str, str, str]  # a chart's heading, and the names of its axes
 
 
@@ -171,11 +170,11 @@ def _read_pretrain(directory: Path) -> tuple[dict[str, Any], dict[str, float], d
     before = read_manifest(directory)["metrics"]["before"]
     heldout = [{"step": 0, **before}, *heldout]
     curves = {
-        ("Language model loss in training", "update", "nats"): {"": _smooth(updates, "mlm_loss")},
+        ("Language model loss in training", "update", "nats"): {"": _curve(updates, "mlm_loss").smoothed()},
         ("Language model loss on held-out text", "update", "nats"): {"": _curve(heldout, "mlm_loss")},
         ("Next sentence accuracy on held-out text", "update", "share"): {"": _curve(heldout, "nsp_accuracy")},
         ("Learning rate", "update", ""): {"": _curve(updates, "lr")},
-        ("Speed", "update", "tokens/s"): {"": _smooth(updates, "tokens_per_s")},
+        ("Speed", "update", "tokens/s"): {"": _curve(updates, "tokens_per_s").smoothed()},
     }
     return settings, metrics, curves
 
@@ -183,7 +182,7 @@ def _read_pretrain(directory: Path) -> tuple[dict[str, Any], dict[str, float], d
 def _read_finetune(directory: Path) -> tuple[dict[str, Any], dict[str, float], dict[Axes, dict[str, Curve]]]:
     settings, metrics, _ = _read_stage(directory)
     log = _read_log(directory / "metrics.jsonl")
-    curves = {("Loss in training", "update", "loss"): {"": _smooth(log, "loss")}}
+    curves = {("Loss in training", "update", "loss"): {"": _curve(log, "loss").smoothed()}}
     judged = [{"step": line["step"], **line["dev"]} for line in log if "dev" in line]
     for name in judged[0] if len(judged) > 1 else ():
         if name != "step":
@@ -361,11 +360,3 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
 def _curve(log: Sequence[Mapping[str, Any]], name: str) -> Curve:
     rows = [line for line in log if name in line]
     return Curve(name, [line["step"] for line in rows], [line[name] for line in rows])
-
-
-def _smooth(log: Sequence[Mapping[str, Any]], name: str) -> Curve:
-    """Means over windows of updates."""
-    rows = [line for line in log if line.get(name) is not None]
-    size = max(1, len(rows) // _SMOOTHED)
-    windows = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return Curve(name, [window[-1]["step"] for window in windows], [sum(r[name] for r in w) / len(w) for w in windows])

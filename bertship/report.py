@@ -43,6 +43,7 @@ _DECIMALS = 4  # at most, in a column
 _SPREAD = 1e4  # the largest over the smallest of a column: beyond, one number of digits serves neither
 _NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(e[+-]?\d+)?%?")
 _MOST_POINTS = 1000  # a curve's points beyond are thinned out: a page of a million updates stays small
+_WINDOWS = 50  # of a noisy curve
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ class Curve:
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
+
+    def smoothed(self) -> "Curve":
+        """Means over _WINDOWS windows of points, each at its last one: a curve rather than a cloud."""
+        points = [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None]
+        size = max(1, len(points) // _WINDOWS)
+        windows = [points[start : start + size] for start in range(0, len(points), size)]
+        return Curve(self.name, [w[-1][0] for w in windows], [sum(y for _, y in w) / len(w) for w in windows])
 
 
 @dataclass

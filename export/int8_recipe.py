@@ -66,18 +66,11 @@ class Choice:
         }
 
 
-def choose(model: Any, rows: Sequence[Row], limit: int, allowed: float = 1.0) -> Choice:
-    """The fastest recipe for the FP32 `model` that changes few decisions on `rows`; the best one where none does.
-
-    Every other row gives ranges and moments, the rest is judged on. `allowed` is the share of the limits to keep.
-    """
-    return Search(model, rows, limit).find(allowed)
-
-
 class Search:
-    """What was read from real text about a model: `find` may be asked again, for less error."""
+    """What `rows` of real text tell about the FP32 `model`: `find` may be asked again, for less error."""
 
     def __init__(self, model: Any, rows: Sequence[Row], limit: int) -> None:
+        """Every other row gives ranges and moments, the rest is judged on. Weights' integers are within +-`limit`."""
         self.model, self.limit = model, limit
         self.judged = rows[1::2] or rows
         self.groups: dict[str, list[Product]] = {}
@@ -94,27 +87,25 @@ class Search:
         self.ladder: list[tuple[str, Way]] | None = None  # found when the first rung does not hold
 
     def find(self, allowed: float = 1.0) -> Choice:
-        """As `choose` says."""
+        """The fastest recipe that changes few decisions; the best one where none does.
+
+        `allowed` is the share of LARGEST_CHANGE and LARGEST_ERROR that it has to keep.
+        """
         cheapest = {x: ways[0] for x, ways in self.ways.items()}
         choice = self._judge(cheapest, allowed, half_embeddings=False)
         if choice.good:
             return choice
-        if self.ladder is None:
-            self.ladder = self._find_ladder()
-
-        def climb(count: int) -> Choice:
-            return self._judge(cheapest | dict((self.ladder or [])[:count]), allowed)
-
-        few, enough = -1, len(self.ladder)  # `few` rungs do not hold
-        choice = climb(enough)
+        ladder = self.ladder = self.ladder or self._find_ladder()
+        best: Choice | None = None
+        few, enough = -1, len(ladder)  # `few` rungs do not hold
         while enough - few > 1:
             middle = (few + enough) // 2
-            tried = climb(middle)
+            tried = self._judge(cheapest | dict(ladder[:middle]), allowed)
             if tried.good:
-                enough, choice = middle, tried
+                enough, best = middle, tried
             else:
                 few = middle
-        return choice
+        return best or self._judge(cheapest | dict(ladder), allowed)
 
     def _judge(self, ways: Mapping[str, Way], allowed: float, half_embeddings: bool = True) -> Choice:
         recipe = self._recipe(ways, half_embeddings)

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from bertship.report import Report
+from bertship.report import Curve, Report
 from bertship.tasks import Example, get_task
 from export import gate_report
 from serving.bench_report import conclusions, write_page
@@ -199,3 +199,11 @@ def test_lengths_are_parted_without_a_gap_or_an_overlap(lengths):
         range(min(lengths), max(lengths) + 1)
     )
     assert sum(int(row[1][1]) for row in rows) == len(lengths)
+
+
+def test_a_noisy_curve_is_smoothed_into_means_of_windows_in_order():
+    few = Curve("loss", [1, 2, 3], [3.0, None, 1.0]).smoothed()
+    assert (few.x, few.y) == ([1, 3], [3.0, 1.0])
+    many = Curve("loss", list(range(1, 1001)), [float(i % 2) for i in range(1000)]).smoothed()
+    assert len(many.x) == 50 and many.x[-1] == 1000 and set(many.y) == {0.5}
+    assert Curve("loss", [], []).smoothed().x == []

@@ -45,8 +45,8 @@ def write_report(
     page.text("Conclusion", *_conclusion(task, metrics, measured, inputs, degenerate))
     page.facts("Metrics on the dev split", {named_metric(task, name): value for name, value in metrics.items()})
     updates = [line for line in history if "loss" in line]
-    steps = [line["step"] for line in updates]
-    page.curves("Loss", [Curve("training loss", steps, [line["loss"] for line in updates])], "update", "loss")
+    losses = Curve("training loss", [line["step"] for line in updates], [line["loss"] for line in updates])
+    page.curves("Loss", [losses.smoothed()], "update", "loss")
     judged = [line for line in history if "dev" in line]
     if len(judged) > 1:
         curves = [

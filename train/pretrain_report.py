@@ -11,8 +11,6 @@ from bertship.next_steps import next_steps
 from bertship.report import Curve, Report
 from train.watch import read_log
 
-_SMOOTHED = 100  # windows into which the noisy losses of single updates are averaged
-
 
 def write_report(directory: Path, facts: Mapping[str, Any]) -> None:
     """Write `report.html` into a run's `directory`, from its logs there and the `facts` of its manifest."""
@@ -33,7 +31,7 @@ def write_report(directory: Path, facts: Mapping[str, Any]) -> None:
     steps = [line["step"] for line in updates]
     held_at = [line["step"] for line in heldout]
     losses = [
-        _smooth("training, language model", steps, [line["mlm_loss"] for line in updates]),
+        Curve("training, language model", steps, [line["mlm_loss"] for line in updates]).smoothed(),
         Curve("held out, language model", held_at, [line["mlm_loss"] for line in heldout]),
     ]
     report.curves("Language model loss", losses, "update", "nats")
@@ -42,9 +40,9 @@ def write_report(directory: Path, facts: Mapping[str, Any]) -> None:
         report.curves("Next sentence accuracy", nsp, "update", "share")
     report.curves("Perplexity", [Curve("held out", held_at, [x["perplexity"] for x in heldout])], "update", "", True)
     report.curves("Learning rate", [Curve("rate", steps, [line["lr"] for line in updates])], "update", "")
-    norms = [_smooth("norm", steps, [line["grad_norm"] for line in updates])]
+    norms = [Curve("norm", steps, [line["grad_norm"] for line in updates]).smoothed()]
     report.curves("Gradient norm before clipping", norms, "update", "", True)
-    speed = [_smooth("speed", steps, [line["tokens_per_s"] for line in updates])]
+    speed = [Curve("speed", steps, [line["tokens_per_s"] for line in updates]).smoothed()]
     report.curves("Speed", speed, "update", "tokens/s")
     cost = ("tokens_per_s", "padding_share", "mfu", "matrix_product_tflops", "is_next_share", "skipped_updates")
     report.facts("Cost and counts", {name: metrics[name] for name in (*cost, "best_checkpoint", "order_hash")})
@@ -87,15 +85,3 @@ def toml_lines(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
         lines.append(f"[{name}]")
         lines += [f"{key} = {json.dumps(value)}" for key, value in table.items() if value is not None]
     return lines
-
-
-def _smooth(name: str, x: list[float], y: list[float | None]) -> Curve:
-    """Means over windows of updates: a curve rather than a cloud."""
-    size = max(1, len(x) // _SMOOTHED)
-    xs, ys = [], []
-    for start in range(0, len(x), size):
-        values = [value for value in y[start : start + size] if value is not None]
-        if values:
-            xs.append(x[min(start + size, len(x)) - 1])
-            ys.append(sum(values) / len(values))
-    return Curve(name, xs, ys)
