@@ -21,7 +21,7 @@ from export.int8 import DOMAIN, Product, Recipe, find_products, quantize
 from export.int8_rounding import Rounding
 from export.int8_ways import Way, slope, ways_of
 
-LARGEST_CHANGE = 0.012  # share of the decisions; the gate allows 0.02, on text that the model was not trained on
+LARGEST_CHANGE = 0.014  # share of the decisions: of 500, with 0.02 allowed, the gate then passes nine times in ten
 LARGEST_ERROR = 0.05  # root mean square, as a share of the logits' own spread: for tasks that decide nothing
 
 SENSITIVITY_ROWS = 16  # rows that tell how much the rounding of a layer matters

@@ -40,10 +40,12 @@ class Rounding:
 
 def round_by_moments(weight: np.ndarray, moments: np.ndarray, limit: int) -> np.ndarray:
     """`weight` [K, N] in integers within +-`limit`, as float64; `moments` [K, K] are those of its inputs."""
-    weight, moments = weight.astype(np.float64), moments.astype(np.float64)
+    # the largest inputs first, as those that come last have nobody left to make good what they lose
+    order = np.argsort(-np.diag(moments), kind="stable")
+    weight, moments = weight[order].astype(np.float64), moments[np.ix_(order, order)].astype(np.float64)
     mean = float(np.diag(moments).mean())
     if not mean > 0:  # nothing was ever seen there
-        return np.clip(np.rint(weight), -limit, limit)
+        moments, mean = np.eye(len(moments)), 1.0
     moments[np.diag_indices_from(moments)] += DAMPING * mean
     # the upper factor of the inverse holds, row by row, what is left to each input once those before it are fixed
     factor = np.linalg.cholesky(np.linalg.inv(moments)).T
@@ -56,4 +58,4 @@ def round_by_moments(weight: np.ndarray, moments: np.ndarray, limit: int) -> np.
             errors[k - start] = (weight[k] - integers[k]) / factor[k, k]
             weight[k + 1 : end] -= np.outer(factor[k, k + 1 : end], errors[k - start])
         weight[end:] -= factor[start:end, end:].T @ errors
-    return integers
+    return integers[np.argsort(order)]
