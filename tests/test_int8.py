@@ -232,9 +232,10 @@ def test_each_attempt_has_less_error_and_the_same_recipe_is_not_tried_twice(made
     first = precision.read_recipe(target)
     monkeypatch.setattr(int8_recipe, "LARGEST_ERROR", first["relative_error"] * 1.01)
     found = [precision.read_recipe(target) for _ in precision.int8_attempts(made[0], target, rows)]
-    assert [recipe["allowed_changes"] for recipe in found] == [10 * allowed for allowed in precision.ALLOWED]
+    allowed = [recipe["allowed_changes"] / 10 for recipe in found]
+    assert len(allowed) > 2 and allowed == [share for share in precision.ALLOWED if share in allowed]
     errors = [recipe["relative_error"] for recipe in found]
-    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 2
+    assert errors == sorted(set(errors), reverse=True) and errors[-1] < errors[0] / 2
 
 
 def test_ways_lead_from_the_cheapest_to_fp32_and_their_errors_are_what_happens(made):
