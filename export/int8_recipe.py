@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from bertship.progress import progress, to_stderr
 from bertship.tokenization import Row, pad
 from export.calibration import calibrate, make_session
 from export.int8 import DOMAIN, Product, Recipe, find_products, quantize
@@ -69,14 +70,19 @@ class Choice:
 class Search:
     """What `rows` of real text tell about the FP32 `model`: `find` may be asked again, for less error."""
 
-    def __init__(self, model: Any, rows: Sequence[Row], limit: int) -> None:
-        """Every other row gives ranges and moments, the rest is judged on. Weights' integers are within +-`limit`."""
+    def __init__(self, model: Any, rows: Sequence[Row], limit: int, judged: Sequence[Row] = ()) -> None:
+        """`rows` give ranges and moments; recipes are judged on `judged`, or else on every other one of `rows`.
+
+        Weights' integers are within +-`limit`.
+        """
         self.model, self.limit = model, limit
-        self.judged = rows[1::2] or rows
+        if not judged:
+            rows, judged = rows[::2], rows[1::2] or rows
+        self.judged = judged
         self.groups: dict[str, list[Product]] = {}
         for product in find_products(model.graph):
             self.groups.setdefault(product.x, []).append(product)
-        activity = calibrate(model, list(self.groups), rows[::2], moments=True)
+        activity = calibrate(model, list(self.groups), rows, moments=True)
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
         self.ways = {
             x: ways_of(activity[x], [numpy_helper.to_array(constants[p.weight]) for p in products], limit)
@@ -127,11 +133,13 @@ class Search:
         some = slice(None, None, max(1, len(self.judged) // SENSITIVITY_ROWS))
         wanted = [output[some] for output in self.wanted]
         rungs = []
-        for x, ways in self.ways.items():
-            way = ways[1 if len(ways) > 2 else 0]
-            logits = _run(rewritten(self.model, self._recipe({x: way}), self.limit), self.judged[some])
-            weight = relative_error(wanted, logits) ** 2 / max(way.error, float(np.finfo(np.float64).tiny))
-            rungs += [(weight * slope(a, b), x, b) for a, b in pairwise(ways)]
+        with progress("int8: what each layer's rounding does", len(self.ways), to_stderr) as advance:
+            for x, ways in self.ways.items():
+                way = ways[1 if len(ways) > 2 else 0]
+                logits = _run(rewritten(self.model, self._recipe({x: way}), self.limit), self.judged[some])
+                weight = relative_error(wanted, logits) ** 2 / max(way.error, float(np.finfo(np.float64).tiny))
+                rungs += [(weight * slope(a, b), x, b) for a, b in pairwise(ways)]
+                advance(self.groups[x][0].layer)
         return [(x, way) for _, x, way in sorted(rungs, key=lambda rung: -rung[0])]
 
 

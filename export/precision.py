@@ -25,11 +25,12 @@ def to_int8(source: Path, target: Path, rows: Sequence[Row] = ()) -> None:
     next(int8_attempts(source, target, rows))
 
 
-def int8_attempts(source: Path, target: Path, rows: Sequence[Row] = ()) -> Iterator[None]:
+def int8_attempts(source: Path, target: Path, rows: Sequence[Row] = (), judged: Sequence[Row] = ()) -> Iterator[None]:
     """Weights and activations in INT8 as `export.int8` has them; FP32 in and out.
 
     `rows` are real text, from which the recipe is chosen (`export.int8_recipe`); without them each token has its own
-    scale and nothing else is known. `read_recipe` says what was chosen.
+    scale and nothing else is known. `judged` are other text, best such that the model was not trained on.
+    `read_recipe` says what was chosen.
     Processors without VNNI add INT8 products in 16 bits and saturate, hence 7-bit weights there.
     Each time that it is asked to go on, it writes `target` again with less error and less of the speed.
     """
@@ -38,7 +39,7 @@ def int8_attempts(source: Path, target: Path, rows: Sequence[Row] = ()) -> Itera
         _write_int8(rewritten(model, Recipe(), limit), target, limit, 0, {})
         yield
         return
-    search = Search(model, rows, limit)
+    search = Search(model, rows, limit, judged)
     before: Choice | None = None
     for allowed in ALLOWED:
         choice = search.find(allowed)
@@ -77,7 +78,8 @@ class Precision:
 
     file: str
     make: Callable[..., None] | None  # source, target and, where `calibrated`, rows of real text
-    attempts: Callable[..., Iterator[None]] | None = None  # the same, again and again, for as long as the gate refuses
+    # source, target, rows of real text and others to judge by: again and again, for as long as the gate refuses
+    attempts: Callable[..., Iterator[None]] | None = None
     narrow: bool = False
     half: bool = False
     calibrated: bool = False

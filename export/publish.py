@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,16 @@ from train.torch_runner import TorchRunner
 
 SAMPLES = "samples.jsonl"  # real texts with PyTorch's answers: for checking and loading a server
 CALIBRATION_ROWS = 256
+JUDGED_ROWS = 128
 
 Report = Callable[[str], None]
+
+
+class Text(NamedTuple):
+    """Rows of real text to take ranges from, and others, of which the gate counts none, to judge a recipe by."""
+
+    calibration: Sequence[Row]
+    judged: Sequence[Row]
 
 
 def fingerprint_of(
@@ -85,9 +93,12 @@ def export_source(
     fingerprint = fingerprint_of(source, precisions, examples, calibration, lenient, machine)
     runner = TorchRunner(source.model, source.tokenizer.pad_id)
     reference = Reference(task, source.tokenizer, runner, examples)
-    rows = _calibration_rows(source, calibration or reference.examples)
+    text = Text(
+        _rows_of(source, spread(calibration or reference.examples, CALIBRATION_ROWS), CALIBRATION_ROWS),
+        _rows_of(source, _beside(reference, examples), JUDGED_ROWS),
+    )
     with publish(out) as staging:
-        results, refused, recipes = _make(source, reference, rows, precisions, staging, report)
+        results, refused, recipes = _make(source, reference, text, precisions, staging, report)
         kept = [name for name in precisions if name not in refused]
         plans, judged = _add_plans(kept, machine, reference, out, staging, refused, report)
         results += judged
@@ -137,17 +148,25 @@ def _check_precisions(precisions: Sequence[str]) -> None:
         raise InputError(f"unknown precision {', '.join(unknown) or 'none'}; precisions are {', '.join(PRECISIONS)}")
 
 
-def _calibration_rows(source: Source, examples: Sequence[Example]) -> list[Row]:
-    """Rows of all lengths to take ranges from."""
-    columns = columns_of(source.task, spread(examples, CALIBRATION_ROWS), annotations=True)
-    encoded = source.task.behaviour.encode(source.task, source.tokenizer, columns)
-    return rows_of_all_lengths(encoded.rows, CALIBRATION_ROWS)
+def _beside(reference: Reference, examples: Sequence[Example]) -> list[Example]:
+    """JUDGED_ROWS of the `examples` that the gate leaves out; none where there are fewer."""
+    counted = {id(example) for example in reference.examples}
+    others = [example for example in examples if id(example) not in counted]
+    return spread(others, JUDGED_ROWS) if len(others) >= JUDGED_ROWS else []
+
+
+def _rows_of(source: Source, examples: Sequence[Example], most: int) -> list[Row]:
+    """Rows of all lengths of `examples`, at most `most`."""
+    if not examples:
+        return []
+    columns = columns_of(source.task, examples, annotations=True)
+    return rows_of_all_lengths(source.task.behaviour.encode(source.task, source.tokenizer, columns).rows, most)
 
 
 def _make(
     source: Source,
     reference: Reference,
-    calibration: Sequence[Row],
+    text: Text,
     precisions: Sequence[str],
     staging: Path,
     report: Report,
@@ -164,7 +183,7 @@ def _make(
         precision = PRECISIONS[name]
         path = staging / precision.file
         try:
-            for judged in _attempts(source, reference, calibration, name, original, path, report):
+            for judged in _attempts(source, reference, text, name, original, path, report):
                 if not (reasons := reasons_of(judged)):
                     break
                 report(f"{name}: the gate refuses this one: {reasons.split('; ')[0]}")
@@ -182,7 +201,7 @@ def _make(
 def _attempts(
     source: Source,
     reference: Reference,
-    calibration: Sequence[Row],
+    text: Text,
     name: str,
     original: Path,
     path: Path,
@@ -190,10 +209,10 @@ def _attempts(
 ) -> Iterator[list[Parity]]:
     """The comparisons of each attempt at a precision, every one nearer to FP32 than that before."""
     precision = PRECISIONS[name]
-    inputs = (original, path, *((calibration,) if precision.calibrated else ()))
     if precision.attempts is None and precision.make is not None:
-        precision.make(*inputs)
-    for attempt, _ in enumerate(precision.attempts(*inputs) if precision.attempts else (None,)):
+        precision.make(original, path, *((text.calibration,) if precision.calibrated else ()))
+    attempts = precision.attempts(original, path, *text) if precision.attempts else (None,)
+    for attempt, _ in enumerate(attempts):
         if attempt:
             report(f"{name}: once more, with less error and less of its speed")
         if kept := read_recipe(path).get("fp32_layers"):

@@ -177,8 +177,26 @@ def test_auto_keeps_what_passes_and_says_what_does_not(quick, tmp_path, monkeypa
     assert list(manifest["graphs"]) == ["fp32"] and not (out / "model.fp16.onnx").exists()
 
 
+def test_int8_is_judged_on_what_the_gate_leaves_out_where_that_is_enough(quick, tmp_path, monkeypatch):
+    def attempts(source: Path, target: Path, rows: list, judged: list) -> Iterator[None]:
+        shutil.copy2(source, target)
+        seen.append(len(judged))
+        yield
+
+    seen: list[int] = []
+    monkeypatch.setitem(publish.PRECISIONS, "int8", dataclasses.replace(publish.PRECISIONS["int8"], attempts=attempts))
+    examples = make_examples("sentence")
+    publish.export_run(quick, tmp_path / "export", ["int8"], examples, silent)
+    assert seen == [0]  # few examples: the gate counts them all
+    many = [dataclasses.replace(example) for _ in range(40) for example in examples][:700]
+    publish.export_run(quick, tmp_path / "export", ["int8"], many, silent)
+    assert seen == [0, publish.JUDGED_ROWS]
+    publish.export_run(quick, tmp_path / "export", ["int8"], many[:627], silent)
+    assert seen == [0, publish.JUDGED_ROWS, 0]  # 127 are too few
+
+
 def test_int8_is_tried_again_nearer_to_fp32_where_the_gate_refuses(quick, tmp_path, monkeypatch):
-    def attempts(source: Path, target: Path, rows: object) -> Iterator[None]:
+    def attempts(source: Path, target: Path, rows: object, judged: object) -> Iterator[None]:
         for sign in (-1, -1, 1, 1):
             model = onnx.load(source)
             for tensor in model.graph.initializer:
