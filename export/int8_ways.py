@@ -14,7 +14,7 @@ from export.int8 import LEVELS, Scaling
 MIGRATIONS = (0.5, 0.6, 0.7, 0.8, 0.9)  # alpha of SmoothQuant: the share of the difficulty that goes to the weights
 OUTLIERS = (0, 16, 64)  # units in FP32
 SILENT = 1e-3  # of the largest unit: what one that is all but silent counts as
-ROUNDED = 0.5  # what `export.int8_rounding` leaves of the squared error of rounding to the nearest
+ROUNDED = 0.4  # what `export.int8_rounding` leaves of the squared error of rounding to the nearest
 
 # Times of one token, in multiply-adds of ONNX Runtime's integer product (AMD EPYC, Zen 5; docs/performance.md)
 FP32 = 3.4  # a multiply-add in FP32
@@ -37,7 +37,7 @@ def ways_of(activity: Activity, weights: Sequence[np.ndarray], limit: int) -> li
 
     Those on the lower convex hull: each next one takes away less error for its cost than the one before.
     """
-    weight = np.concatenate(weights, axis=1).astype(np.float64)
+    weight = np.concatenate(weights, axis=1)
     units, results = weight.shape
     ways: list[Way] = []
     for count in sorted({min(count, units // 8) for count in OUTLIERS}):
@@ -71,8 +71,7 @@ def _heard(largest: np.ndarray) -> np.ndarray:
 
 def error_of(tokens: np.ndarray, weight: np.ndarray, scaling: Scaling, limit: int) -> float:
     """The squared error of x W, a token's mean, from the rounding of both, as if each value's were by chance."""
-    others = scaling.others
-    x = tokens * others
+    x = tokens * scaling.others.astype(np.float32)
     if scaling.static:
         step = (scaling.high - scaling.low) / LEVELS
         least = round(scaling.low / step)
@@ -81,8 +80,9 @@ def error_of(tokens: np.ndarray, weight: np.ndarray, scaling: Scaling, limit: in
         low, levels = (scaling.low, LEVELS) if scaling.shifted else (0.0, LEVELS // 2)
         steps = np.maximum(np.abs(x - low).max(axis=1, keepdims=True), np.finfo(np.float32).tiny) / levels
         rounded = np.rint((x - low) / steps) * steps + low
-    balanced = np.where(others[:, None] > 0, weight / scaling.balance[:, None], 0)
-    columns = np.maximum(np.abs(balanced).max(axis=0) / limit, np.finfo(np.float64).tiny)
+    balanced = (weight / scaling.balance[:, None]).astype(np.float32)
+    balanced[scaling.outliers] = 0
+    columns = np.maximum(np.abs(balanced).max(axis=0) / limit, np.finfo(np.float32).tiny)
     of_weights = ((np.rint(balanced / columns) * columns - balanced) ** 2).sum(axis=1)
     of_x = ((rounded - x) ** 2).mean(axis=0)
     return float(of_x @ (balanced**2).sum(axis=1) + ROUNDED * ((x**2).mean(axis=0) @ of_weights))

@@ -183,6 +183,7 @@ def test_expected_changes_are_those_that_happen():
     assert expected_changes(wanted, wanted) == 0
     by_token = [[np.stack(rows[i : i + 4]) for i in range(0, 4000, 4)] for rows in (wanted[0], got[0])]
     assert expected_changes([by_token[0]], [by_token[1]]) == pytest.approx(4 * happened, rel=0.25)  # any token's counts
+    assert expected_changes(2 * wanted, 2 * got) == expected_changes(wanted, got)  # a span's start and end go together
     moved = [[row + 3 for row in wanted[0]]]
     assert expected_changes(wanted, moved) < 1e-6  # all logits alike: no decision changes
     assert relative_error(wanted, moved) < 1e-6
