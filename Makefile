@@ -123,7 +123,8 @@ repository: $(RUN_STAMP) ## TASK into the Triton model repository
 	@$(BERTSHIP) repository --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --precision $(call quoted,$(PRECISION)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) --repository $(call quoted,$(REPOSITORY)) --bring
 
 serve: setup ## Start Triton on all that has been exported
-	@ls $(REPOSITORY)/*_encode/[0-9]*/model.onnx >/dev/null 2>&1 || $(MAKE) repository
+	@ls $(REPOSITORY)/*_encode/[0-9]*/model.onnx >/dev/null 2>&1 || \
+	  { echo "nothing in $(REPOSITORY) to serve yet: $(TASK) is made first, from its training on where that is missing" >&2; $(MAKE) repository; }
 	@$(BERTSHIP) serve --repository $(call quoted,$(REPOSITORY)) $(PORTS) --detach
 
 stop: $(RUN_STAMP) ## Stop it
@@ -145,7 +146,8 @@ plan: $(if $(CONTAINER),,$(RUN_STAMP)) ## TASK's TensorRT plan, on the GPU's mac
 gpu-check: $(if $(CONTAINER),,$(RUN_STAMP)) ## What only a GPU can show, in at most 8 minutes (CONTAINER=image)
 	@$(if $(CONTAINER),GPU_RUNTIME=1 export/container.sh $(call quoted,$(CONTAINER)) train$(comma)export$(comma)serve python3,.venv/bin/python) -m benchmarks.gpu_check --export runs/export/$(call quoted,$(basename $(notdir $(TASK))))
 playground: setup ## A web page to try what is served
-	@ls $(REPOSITORY)/*_encode/1/model.onnx >/dev/null 2>&1 || $(MAKE) repository
+	@ls $(REPOSITORY)/*_encode/[0-9]*/model.onnx >/dev/null 2>&1 || \
+	  { echo "nothing in $(REPOSITORY) to serve yet: $(TASK) is made first, from its training on where that is missing" >&2; $(MAKE) repository; }
 	@$(BERTSHIP) playground --repository $(call quoted,$(REPOSITORY)) --port $(PLAYGROUND_PORT) --bring
 
 docs: $(DEV_STAMP) ## The documentation as a site, in build/site
@@ -157,3 +159,4 @@ clean: ## Remove runs, served weights and caches (ALL=1: the environments too)
 	@rm -rf runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find model_repository -name '*.onnx' -o -name '*.plan' -o -name 'task*.json' -o -name 'served.json' -o -name 'tokenizer.json' | xargs -r rm -f
 	@if [ -n "$(ALL)" ]; then rm -rf .venv .triton; fi
+	@echo "removed runs/ with every model in it, what was served, and caches$(if $(ALL), and .venv and .triton)" >&2

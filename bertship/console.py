@@ -122,14 +122,23 @@ def parity_lines(manifest: dict[str, Any]) -> list[str]:
     return [*lines, *_LEGEND]
 
 
+class _Terminated(SystemExit):
+    """SIGTERM: everything is cleaned up as after Ctrl-C."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated(128 + signal.SIGTERM)
+
+
 def run(app: Callable[..., Any]) -> None:
     """Run a typer application on `sys.argv`; every error becomes one line, with a traceback only under --debug.
 
-    Exits with 0 done, 1 a check failed or a server could not be asked, 2 wrong usage or input, 130 interrupted.
+    Exits with 0 done, 1 a check failed or a server could not be asked, 2 wrong usage or input, 130 interrupted,
+    143 ended by SIGTERM.
     """
     # libgomp's threads spin while they wait: beside any other load that slows training many times over
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up as after Ctrl-C
+    signal.signal(signal.SIGTERM, _terminate)
     debug, _options["json"] = "--debug" in sys.argv, "--json" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--debug", "--json")]
     try:
@@ -138,6 +147,8 @@ def run(app: Callable[..., Any]) -> None:
         sys.stdout.flush()
     except KeyboardInterrupt:
         _fail("interrupted; nothing is left half written", 130, debug)
+    except _Terminated:
+        _fail("ended by SIGTERM; nothing is left half written", 128 + signal.SIGTERM, debug)
     except BertshipError as error:
         _fail(str(error), error.exit_code, debug)
     except BrokenPipeError:
@@ -151,8 +162,14 @@ def run(app: Callable[..., Any]) -> None:
             sys.stdout.write(f"{usage()}\n" if usage else "")
             return
         if usage:
-            _fail(f"{usage().rstrip('.')}{_seen(error, arguments)}; `bertship --help` lists what there is", 2, debug)
+            hint = f"`{_command(error)} --help` lists what there is"
+            _fail(f"{usage().rstrip('.')}{_seen(error, arguments)}; {hint}", 2, debug)
         _fail(f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1, debug)
+
+
+def _command(error: Exception) -> str:
+    """The command that an error of usage belongs to."""
+    return getattr(getattr(error, "ctx", None), "command_path", "") or "bertship"
 
 
 def _seen(error: Exception, arguments: list[str]) -> str:

@@ -177,7 +177,10 @@ def unreachable(task: str, url: str, reason: object) -> ServerUnavailable:
 
 def refused(task: str, url: str, status: int, message: str, timeout_s: float, max_bytes: int) -> ClientError:
     """A server's refusal, by HTTP status and text, as an error to raise."""
-    message = " ".join(re.sub(r"^in ensemble '[^']*', ", "", message).split())
+    message = re.sub(r"^in ensemble '[^']*', ", "", re.sub(r"\[request id: <id_unknown>\] ", "", message))
+    message = " ".join(message.split())
+    if re.search(r"unexpected inference input|expected \d+ inputs? but got", message):
+        message += f"; Client.inputs({task!r}) names its inputs"
     if re.match("<!doctype|<html|<head|<body", message, re.IGNORECASE):
         kind = ServerFault if status >= 500 else ServerUnavailable  # of a proxy in between, it may be
         return kind(f"{task}: what answers at {url} is no Triton server: a page, HTTP status {status}")

@@ -21,12 +21,14 @@ from export.calibration import calibrate, make_session
 from export.int8 import DOMAIN, Product, Recipe, find_products, quantize
 from export.int8_rounding import Rounding
 from export.int8_ways import Way, slope, ways_of
+from export.tolerances import TOLERANCES
 
-LARGEST_CHANGE = 0.014  # share of the decisions: of 500, with 0.02 allowed, the gate then passes nine times in ten
+LARGEST_CHANGE = 1 - TOLERANCES["int8"].agreement  # share of the decisions: as the gate asks; it has the last word
 LARGEST_ERROR = 0.05  # root mean square, as a share of the logits' own spread: for tasks that decide nothing
 
 SENSITIVITY_ROWS = 16  # rows that tell how much the rounding of a layer matters
 CANDIDATES = 5  # logits of a decision that might become the largest
+ALIKE = 25  # decisions of nearly the same margin, whose errors are taken together
 
 Logits = list[list[np.ndarray]]  # by output, by row
 
@@ -157,21 +159,34 @@ def expected_changes(wanted: Logits, got: Logits) -> float:
 
     A decision is the largest logit of an output's last axis. Counting changes needs thousands of rows to tell 1 % from
     2 %; margins against errors need a hundred: a decision changes with the probability that a normal error, as large as
-    the candidates' errors against each other are over all rows, exceeds the margin to the second. A row changes with
-    any of its tokens' decisions; the outputs of a span, its start and its end, change together, so the worse counts.
+    the candidates' errors against each other are where the model is as sure (ALIKE decisions), exceeds the margin to
+    the second. A sentence in doubt moves by more than a clear one, a text without any answer by less. A row changes
+    with any of its tokens' decisions; a span's outputs, start and end, change together, so the worse counts.
     """
     chances = np.zeros(len(wanted[0]))
     for rows_wanted, rows_got in zip(wanted, got, strict=True):
         found = [_candidates(a, b) for a, b in zip(rows_wanted, rows_got, strict=True)]
-        errors = np.concatenate([error.ravel() for _, error in found])
-        if not errors.size:
+        margins = np.concatenate([margin for margin, _ in found])
+        if not margins.size:
             continue  # a number: nothing is decided
-        spread = max(float(np.sqrt(np.mean(errors**2))), 1e-12)
-        for i, (margins, _) in enumerate(found):
-            if margins.size:
-                chance = sum(0.5 * math.erfc(m / spread / math.sqrt(2)) for m in margins.tolist())
-                chances[i] = max(chances[i], min(chance, 1.0))
+        squares = np.concatenate([(error**2).mean(axis=-1) for _, error in found if error.size])
+        of_decision = margins / np.maximum(np.sqrt(2 * _among_alike(margins, squares)), 1e-12)
+        chance = np.array([0.5 * math.erfc(share) for share in of_decision.tolist()])
+        owners = np.repeat(np.arange(len(found)), [len(margin) for margin, _ in found])
+        of_row = np.bincount(owners, weights=chance, minlength=len(found))
+        chances = np.maximum(chances, np.minimum(of_row, 1))
     return float(chances.mean())
+
+
+def _among_alike(margins: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    """Of each decision, the mean of `squares` over the ALIKE of the nearest margins."""
+    order = np.argsort(margins, kind="stable")
+    sums = np.concatenate([[0.0], np.cumsum(squares[order])])
+    first = np.clip(np.arange(len(margins)) - ALIKE // 2, 0, max(0, len(margins) - ALIKE))
+    last = np.minimum(first + ALIKE, len(margins))
+    means = np.empty(len(margins))
+    means[order] = (sums[last] - sums[first]) / (last - first)
+    return means
 
 
 def relative_error(wanted: Logits, got: Logits) -> float:

@@ -97,6 +97,8 @@ def export_source(
         _rows_of(source, spread(calibration or reference.examples, CALIBRATION_ROWS), CALIBRATION_ROWS),
         _rows_of(source, _beside(reference, examples), JUDGED_ROWS),
     )
+    if source.degenerate:
+        report(f"WARNING: the model of {source.where} is degenerate ({source.degenerate}): its answers are of no use")
     with publish(out) as staging:
         results, refused, recipes = _make(source, reference, text, precisions, staging, report)
         kept = [name for name in precisions if name not in refused]
@@ -130,6 +132,7 @@ def export_source(
             },
             metrics={"parity": parity},
             task=task.name,
+            degenerate=source.degenerate,
             graphs={name: PRECISIONS[name].file for name in kept},
             recipes={name: recipes[name] for name in kept if name in recipes},
             refused=refused,

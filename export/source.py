@@ -35,12 +35,15 @@ class Source:
     where: Path
     model_dir: Path
     data: str | None = None
+    degenerate: str = ""  # why its training did not learn, where it did not
 
 
 def from_run(run: Path) -> Source:
     """A fine-tuning run. Raises InputError when it is none."""
     task, tokenizer, model = load_finetuned(run)
-    return Source(task, tokenizer, model, run, run / "model", read_manifest(run)["inputs"].get("data"))
+    made = read_manifest(run)
+    degenerate = str(made.get("degenerate") or "")
+    return Source(task, tokenizer, model, run, run / "model", made["inputs"].get("data"), degenerate)
 
 
 def from_model_dir(task: Task, model_dir: Path) -> Source:

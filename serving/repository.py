@@ -111,6 +111,7 @@ def facts_of(manifest: Mapping[str, Any], precision: str | None) -> dict[str, An
         "run": inputs.get("run") or inputs.get("model"),
         "files": {name: manifest["files"][name]["sha256"] for name in names},
         "metric": metric,
+        "degenerate": manifest.get("degenerate") or "",
     }
 
 

@@ -64,8 +64,7 @@ class Rollout:
                 return {**result, "version": before, "previous": before, "samples": 0, "seconds": seconds}
             version = str(1 + max([0, *self._with_weights(task.name)]))
             said = {"task": task.name, "version": version}
-            judged = f": {measured(facts)}; version {before}: {measured(facts_before)}" if before else ""
-            self._log("deploy", f"{task.name}: version {version} from {export}{judged}", **said)
+            self._log("deploy", f"{task.name}: version {version} from {export}", **said)
             kept = self._configurations(task.name)
             try:
                 ensemble = self._place(task, version, *contents(export, precision, version))
@@ -93,7 +92,10 @@ class Rollout:
             now = served_version(self._repository, task)
             earlier = [version for version in self._versions(task) if version < int(now)]
             if not earlier:
-                raise InputError(f"{task}: no version before {now} is kept in {self._repository}")
+                raise InputError(
+                    f"{task}: no version before {now} is kept in {self._repository}; `bertship deploy` of an export "
+                    "puts another one into service"
+                )
             version = str(max(earlier))
             path = self._repository / task / "config.pbtxt"
             config = text_format.Parse(path.read_text(encoding="utf-8"), pb.ModelConfig())
@@ -295,6 +297,16 @@ def measured(facts: Mapping[str, Any]) -> str:
     if not metric:
         return "not measured on labels"
     return f"{metric['name']} {metric['value']:.4f} on {metric['examples']:,} labelled texts"
+
+
+def warning_of(facts: Mapping[str, Any], facts_before: Mapping[str, Any]) -> str:
+    """What speaks against a version that serves now; empty where nothing does."""
+    if facts.get("degenerate"):
+        return f"its model is degenerate ({facts['degenerate']})"
+    now, before = facts.get("metric"), facts_before.get("metric")
+    if now and before and now["name"] == before["name"] and now["value"] < before["value"]:
+        return f"it is worse than the version before: {now['name']} {now['value']:.4f}, not {before['value']:.4f}"
+    return ""
 
 
 def _for_both(old: str, new: str) -> str:

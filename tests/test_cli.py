@@ -92,6 +92,7 @@ def test_version(bertship):
         (["predict", "--task", "sst3", "--text", "a"], "unknown task 'sst3'; tasks are sst2"),
         (["predict", "--task", "none.toml", "--text", "a"], "no such file: none.toml"),
         (["predict", "--runs", "/nowhere", "--text", "a"], "there is no /nowhere/export/sst2; run `bertship export"),
+        (["task", "check"], "`bertship task check --help` lists what there is"),
         (["bench-engine", "/nowhere"], "no manifest.json in /nowhere (the directory that `bertship export` writes)"),
         (["bench-engine", "/nowhere", "--batch", "1,x"], "--batch '1,x': whole numbers of 1 or more are needed"),
         (["bench-engine", "/nowhere", "--length", "0"], "--length '0': whole numbers of 1 or more are needed"),
@@ -105,6 +106,15 @@ def test_wrong_usage_is_one_line_and_2(bertship, arguments, message):
     code, out, err = bertship(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_what_is_missing_is_named_beside_what_is_there(bertship, tmp_path):
+    for name in ("default", "second"):
+        (tmp_path / "finetune" / "sst2" / name).mkdir(parents=True)
+        (tmp_path / "finetune" / "sst2" / name / "manifest.json").write_text("{}")
+    code, _, err = bertship("export", "--runs", tmp_path, "--name", "third")
+    assert code == 2 and f"there is no {tmp_path / 'finetune' / 'sst2' / 'third'} (there: default, second)" in err
+    assert "bertship finetune --task sst2 --name third` first" in err
 
 
 def test_unknown_preset(bertship, tmp_path):

@@ -428,3 +428,11 @@ def test_a_page_is_called_so_and_not_shown(status, kind):
     assert type(error) is kind and str(error) == (
         f"sst2: what answers at http://here is no Triton server: a page, HTTP status {status}"
     )
+
+
+def test_wrong_inputs_are_told_where_to_find_the_right_ones():
+    said = "[request id: <id_unknown>] expected 1 inputs but got 2 inputs for model 'sst2'. Got input(s) ['TEXT','X']"
+    for text in (said, "unexpected inference input 'text' for model 'sst2'"):
+        error = wire.refused("sst2", "http://here", 400, text, 1.0, 1 << 20)
+        assert isinstance(error, InvalidRequest) and "Client.inputs('sst2') names its inputs" in str(error)
+        assert "id_unknown" not in str(error)

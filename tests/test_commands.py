@@ -46,6 +46,9 @@ def test_pretrain_then_finetune_starts_from_the_own_run(bertship, data, tmp_path
     assert code == 0, err
     assert f"starting from the pre-training run {tmp_path / 'runs' / 'pretrain' / 'default'}" in err
     assert json.loads(out)["inputs"]["init"] == str(tmp_path / "runs" / "pretrain" / "default")
+    assert "is made anew" not in err
+    code, _, err = bertship("finetune", *common, "--preset", tmp_path / "own.toml", *SETTINGS, "--set", "seed=7")
+    assert code == 0 and "sst2/default (accuracy 0." in err and "is made anew, as what goes in differs" in err
     page = html.unescape(
         (tmp_path / "runs" / "finetune" / "sst2" / "default" / "report.html").read_text(encoding="utf-8")
     )

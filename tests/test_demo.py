@@ -46,6 +46,7 @@ def test_interrupted_it_leaves_nothing_half_written(tmp_path: Path, step: str, s
     rest = process.stderr.read()
     assert process.wait(30) == (130 if stop == signal.SIGINT else 143), "".join(said) + rest
     assert "Traceback" not in rest
+    assert ("error: interrupted;" if stop == signal.SIGINT else "error: ended by SIGTERM;") in rest
     assert leftovers(tmp_path) == []
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
     for manifest in tmp_path.rglob("manifest.json"):

@@ -25,7 +25,7 @@ from bertship.health import check
 from bertship.triton_limits import FLUSH_S
 from serving.events import EventLog, read
 from serving.repository import ready_models, render, render_files, served_version
-from serving.rollout import Rollout, _for_both
+from serving.rollout import Rollout, _for_both, warning_of
 from serving.server import TritonServer
 
 OTHER = ("sunny", "stormy", "strange")
@@ -311,7 +311,7 @@ def test_the_command(served: Served, exports: dict[str, Path], bertship: Any, tm
     code, _, err = bertship("deploy", "--rollback", "--task", "weather", *where, *server)
     assert code == 0 and label(served) == "foul", err
     code, _, err = bertship("deploy", exports["plain"], "--runs", tmp_path / "runs")
-    assert code == 2 and "start one with `bertship serve`" in err
+    assert code == 2 and "start one with `make serve`" in err
     (tmp_path / "key").write_text("guess\n")
     code, _, err = bertship("deploy", exports["plain"], *where, *server[:3], tmp_path / "key")
     assert code == 2 and "refuses the key" in err
@@ -359,3 +359,14 @@ def contents(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != ".deploy.lock"
     }
+
+
+def test_a_version_that_is_worse_or_never_learnt_is_warned_of():
+    def facts(value: float, degenerate: str = "", name: str = "accuracy") -> dict[str, object]:
+        return {"metric": {"name": name, "value": value, "examples": 40}, "degenerate": degenerate}
+
+    assert warning_of(facts(0.9), facts(0.9)) == warning_of(facts(0.9), {}) == ""
+    assert "accuracy 0.8250, not 0.9750" in warning_of(facts(0.825), facts(0.975))
+    assert warning_of(facts(0.8), facts(0.9, name="f1")) == ""  # no comparison
+    assert warning_of({"metric": None}, facts(0.9)) == ""
+    assert "every answer is 'a'" in warning_of(facts(0.9, "every answer is 'a'"), {})

@@ -1,5 +1,6 @@
 """The training stages as commands use them: find the inputs, skip what is up to date, run what is not."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -111,7 +112,7 @@ def _init_directory(init: str, runs: Path, preset: str, report: Report) -> tuple
     if not init:
         own = _pretraining_of(preset, runs)
         if own:
-            report(f"starting from the pre-training run {own}")
+            report(f"starting from the pre-training run {own} (INIT={WARM_START} starts from the packaged encoder)")
             return own / "model", str(own)
         report(f"starting from {WARM_START}, the packaged warm start (INIT=, --init, names another)")
         init = WARM_START
@@ -155,6 +156,10 @@ def make_finetuning(
         found = read_training_data(task, data, settings, report)
     if not force and is_current(out, found.fingerprint(init[0])):
         return _reused(out, report)
+    with contextlib.suppress(InputError):  # there is none, or one cut short
+        before = read_manifest(out, "finetune")
+        name, value = next(iter(before["metrics"].items()))
+        report(f"{out} ({name} {value:.4f}, from {before['inputs'].get('init')}) is made anew, as what goes in differs")
     return found.finetune(init, out, report, force, processes)
 
 

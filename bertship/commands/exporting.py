@@ -24,6 +24,7 @@ from bertship.commands.options import (
     TextPairOption,
     find_task,
     need,
+    need_run,
     parse_columns,
     parse_numbers,
     parse_parameters,
@@ -190,6 +191,6 @@ def run_export(
     run = runs / "finetune" / definition.name / name
     if bring and not run.is_dir():
         run_finetuning(task, init, preset, data, runs, name, {}, False)
-    need(run, f"bertship finetune --task {task}")
+    need_run(run, definition)
     out = runs / "export" / definition.name
     return out, load("export.stages:make_export")(run, out, precisions, data, report, force)

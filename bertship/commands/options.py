@@ -144,8 +144,17 @@ def _with_line(message: str, file: str) -> str:
 
 
 def need(directory: Path, command: str) -> None:
+    """Raise InputError where there is no `directory`, with its neighbours and the command that makes it."""
     if not directory.is_dir():
-        raise InputError(f"there is no {directory}; run `{command}` first, or its Make target")
+        others = sorted(path.parent.name for path in directory.parent.glob("*/manifest.json"))
+        beside = f" (there: {', '.join(others)})" if others else ""
+        raise InputError(f"there is no {directory}{beside}; run `{command}` first, or its Make target")
+
+
+def need_run(run: Path, definition: Any) -> None:
+    """The same for a fine-tuning run of the task `definition`."""
+    name = "" if run.name == "default" else f" --name {run.name}"
+    need(run, f"bertship finetune --task {load('bertship.next_steps:task_file')(definition)}{name}")
 
 
 def parse_precisions(names: str) -> tuple[str, ...]:
@@ -198,5 +207,5 @@ def parse_columns(
     if choice:
         columns["CHOICES"] = [choice] * len(text or [""])
     if not columns:
-        raise InputError("nothing to ask: give --text, or --question and --context")
+        raise InputError("nothing to ask: give --text (TEXT=), or --question and --context (QUESTION=, CONTEXT=)")
     return columns

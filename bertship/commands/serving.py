@@ -175,7 +175,10 @@ def deploy(
     """
     state = None if url else load("serving.keeper:running")(runs / "serve")
     if not url and state is None:
-        raise InputError(f"no server of {runs / 'serve'} runs: start one with `bertship serve`, or name one with --url")
+        raise InputError(
+            f"no server of {runs / 'serve'} runs: start one with `make serve` (`bertship serve --detach`), or name one "
+            "with --url"
+        )
     if url and (key_file is None or target is None):
         raise InputError("--url needs --key-file and --repository: the server's key and the models it reads")
     state = state or {"http_url": url, "key": key_file, "repository": target}
@@ -216,9 +219,11 @@ def _deployed(result: dict[str, Any]) -> list[str]:
     if before and int(before) < int(version):  # one goes back to an earlier version, never on to a later one
         kept += f", `bertship deploy --rollback --task {task}` goes back to it"
     said = [f"{task}: version {version} serves{kept}"]
+    said.append(f"  version {version}: {measured(result['facts'])}")
     if before:
-        said.append(f"  version {version}: {measured(result['facts'])}")
         said.append(f"  version {before}: {measured(result['facts_before'])}")
+    if warning := load("serving.rollout:warning_of")(result["facts"], result["facts_before"]):
+        said.append(f"  WARNING of version {version}: {warning}")
     if result["removed"]:
         said.append(f"  removed: version {', '.join(result['removed'])}")
     return said

@@ -19,7 +19,7 @@ from bertship.commands.options import (
     TaskOption,
     TaskToTrainOption,
     find_task,
-    need,
+    need_run,
     parse_settings,
     plain_name,
     task_to_train,
@@ -153,7 +153,7 @@ def evaluate(
     """
     definition = find_task(task, runs)
     run = runs / "finetune" / definition.name / name
-    need(run, f"bertship finetune --task {task}")
+    need_run(run, definition)
     out = runs / "evaluate" / definition.name / name
     metrics = load("train.stages:make_evaluation")(definition, run, data, report, out)
     result = {"task": definition.name, "run": str(run), "written": str(out), "metrics": metrics}

@@ -89,7 +89,10 @@ def _read(task: Task, folder: Path, split: str, findings: Findings) -> list[Exam
     if left_out and not parted:
         findings.warnings.append(f"{path}: {counted(len(left_out), 'row')} left out: {'; '.join(left_out[:_SHOWN])}")
     if not examples:
-        raise InputError(f"{path} holds no examples that can be read" + (f"; {faults[0]}" if faults else ""))
+        raise InputError(
+            f"{path} holds 0 examples that can be read"
+            + (f"; {faults[0]}" if faults else "; it needs rows, with a label each, after its header")
+        )
     return part_of(task, examples, split)
 
 

@@ -52,7 +52,8 @@ class Playground:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise InputError(
-                f"the playground cannot listen on {host}:{port}: {reason.lower()}; --port N takes another port"
+                f"the playground cannot listen on {host}:{port}: {reason.lower()}; "
+                "PLAYGROUND_PORT=N (--port N) takes another port"
             ) from None
         self._server.daemon_threads = True
         self.host, self.port = host, int(self._server.server_address[1])
