@@ -62,7 +62,7 @@ class Choice:
             "with_outliers": sum(len(scaling.outliers) > 0 for scaling in scalings),
             "fp16_embeddings": self.recipe.half_embeddings,
             "fp32_layers": list(self.recipe.kept),
-            "allowed_changes": self.allowed * LARGEST_CHANGE,
+            "allowed_changes": round(self.allowed * LARGEST_CHANGE, 5),
             "expected_changes": round(self.changes, 5),
             "relative_error": round(self.error, 5),
             "good": self.good,
