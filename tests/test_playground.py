@@ -219,7 +219,8 @@ def test_an_address_that_is_none(url):
 
 
 def test_a_taken_port_is_said(fake, page):
-    with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1:{page.port}: address already in use; PLAYGROUND_PORT=N"):
+    said = f"cannot listen on 127.0.0.1:{page.port}: address already in use; PLAYGROUND_PORT=N"
+    with pytest.raises(InputError, match=said):
         Playground(Served(fake.url), port=page.port)
 
 
