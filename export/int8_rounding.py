@@ -43,7 +43,7 @@ def round_by_moments(weight: np.ndarray, moments: np.ndarray, limit: int) -> np.
     # the largest inputs first, as those that come last have nobody left to make good what they lose
     order = np.argsort(-np.diag(moments), kind="stable")
     weight, moments = weight[order].astype(np.float64), moments[np.ix_(order, order)].astype(np.float64)
-    mean = float(np.diag(moments).mean())
+    mean = float(np.diag(moments).sum()) / max(1, len(moments))
     if not mean > 0:  # nothing was ever seen there
         moments, mean = np.eye(len(moments)), 1.0
     moments[np.diag_indices_from(moments)] += DAMPING * mean

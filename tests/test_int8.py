@@ -285,6 +285,21 @@ def test_rounding_by_moments_has_less_error_on_what_it_saw_and_on_more_of_the_ki
     np.testing.assert_array_equal(round_by_moments(weight, np.zeros((96, 96)), 127), np.rint(weight))
 
 
+def test_weights_of_zeros_are_zeros_in_int8(made, tmp_path):
+    model = onnx.load(made[0])
+    products = find_products(model.graph)
+    for tensor in model.graph.initializer:
+        if tensor.name in {product.weight for product in products}:
+            tensor.CopyFrom(numpy_helper.from_array(0 * numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(model, tmp_path / "zeros.onnx")
+    target = tmp_path / "model.int8.onnx"
+    precision.to_int8(tmp_path / "zeros.onnx", target, rows_of(LENGTHS))
+    assert precision.read_recipe(target)["good"]
+    feeds = feeds_of(2, 9)
+    for got, wanted in zip(OnnxRunner(target).run(feeds), OnnxRunner(tmp_path / "zeros.onnx").run(feeds), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=0.05 * np.abs(wanted).max())
+
+
 def test_calibration_reads_every_row_and_draws_tokens_evenly(made):
     _, model, activity = made
     rows = rows_of(LENGTHS * 3)
