@@ -45,7 +45,7 @@ class Rollout:
 
         Returns {"task", "version", "previous", "removed", "facts", "facts_before", "samples", "seconds"}: `removed` are
         the versions taken away, `facts` those of `repository.facts_of`. Where this very export serves already nothing
-        is done, and no sample is asked.
+        is done; where it is kept, as after a rollback, that version serves again; then no sample is asked.
 
         Raises InputError for an export that is none, CheckFailed where the new version does not load or does not
         answer as the export's samples do; the version before then goes on serving and nothing is left of the new one.
@@ -59,9 +59,12 @@ class Rollout:
             facts = facts_of(manifest, precision)
             facts_before = served_facts(self._repository, task.name, before) if before else {}
             result = {"task": task.name, "removed": [], "facts": facts, "facts_before": facts_before}
-            if all(facts_before.get(name) == facts[name] for name in ("files", "bertship")):
+            if known := self._version_of(task.name, facts, before):
+                if known != before:
+                    self._serve_kept(task.name, known)
+                    self._log("deployed", f"{task.name}: version {known} serves again", task=task.name, version=known)
                 seconds = round(time.monotonic() - started_s, 3)
-                return {**result, "version": before, "previous": before, "samples": 0, "seconds": seconds}
+                return {**result, "version": known, "previous": before, "samples": 0, "seconds": seconds}
             version = str(1 + max([0, *self._with_weights(task.name)]))
             said = {"task": task.name, "version": version}
             self._log("deploy", f"{task.name}: version {version} from {export}", **said)
@@ -97,11 +100,7 @@ class Rollout:
                     "puts another one into service"
                 )
             version = str(max(earlier))
-            path = self._repository / task / "config.pbtxt"
-            config = text_format.Parse(path.read_text(encoding="utf-8"), pb.ModelConfig())
-            for step in config.ensemble_scheduling.step:
-                step.model_version = int(version)
-            self._switch(task, version, text_format.MessageToString(config))
+            self._serve_kept(task, version)
             self._log("rolled back", f"{task}: version {version} serves again", task=task, version=version)
             seconds = round(time.monotonic() - started_s, 3)
             facts, facts_before = (served_facts(self._repository, task, v) for v in (version, now))
@@ -140,6 +139,22 @@ class Rollout:
     def _with_weights(self, task: str) -> list[int]:
         """Versions that could serve: version control brings adapters of a version 1 for every built-in task."""
         return [v for v in self._versions(task) if (self._repository / f"{task}_tokenize/{v}/tokenizer.json").is_file()]
+
+    def _version_of(self, task: str, facts: Mapping[str, Any], first: str) -> str:
+        """The version that is this very export: `first`, another that is kept, or none."""
+        for version in dict.fromkeys([first, *map(str, self._with_weights(task))] if first else ()):
+            known = served_facts(self._repository, task, version)
+            if all(known.get(name) == facts[name] for name in ("files", "bertship")):
+                return version
+        return ""
+
+    def _serve_kept(self, task: str, version: str) -> None:
+        """Switch to a version that is in place and was checked when it came."""
+        path = self._repository / task / "config.pbtxt"
+        config = text_format.Parse(path.read_text(encoding="utf-8"), pb.ModelConfig())
+        for step in config.ensemble_scheduling.step:
+            step.model_version = int(version)
+        self._switch(task, version, text_format.MessageToString(config))
 
     def _configurations(self, task: str) -> dict[Path, str]:
         """The task's configurations as they are."""

@@ -67,6 +67,16 @@ def relabel(folder: Path) -> None:
         onnx.save(model, path)
 
 
+def described(text: str) -> Callable[[Path], None]:
+    """The same answers by another file."""
+
+    def change(folder: Path) -> None:
+        task = json.loads((folder / "task.json").read_text())
+        (folder / "task.json").write_text(json.dumps(task | {"description": text}))
+
+    return change
+
+
 def confuse(folder: Path) -> None:
     """Labels the wrong way round: it loads, and answers wrongly."""
     task = json.loads((folder / "task.json").read_text())
@@ -157,11 +167,17 @@ def label(served: Served) -> str:
 
 
 @pytest.mark.slow
-def test_ten_reloads_under_sixteen_busy_clients_fail_no_request(served: Served, exports: dict[str, Path]) -> None:
+def test_ten_reloads_under_sixteen_busy_clients_fail_no_request(
+    served: Served, exports: dict[str, Path], tmp_path: Path
+) -> None:
     """srv.6; every other version has other labels, and no answer mixes two versions."""
+    versions = [
+        altered(exports["plain" if number % 2 else "relabelled"], tmp_path / f"v{number}", described(f"v{number}"))
+        for number in range(10)
+    ]
     with Clients(served.server.http_url, 8) as http, Clients(f"grpc://{served.server.grpc_url}", 8) as grpc:
-        for number in range(10):
-            result = served.rollout.deploy(exports["plain" if number % 2 else "relabelled"])
+        for number, export in enumerate(versions):
+            result = served.rollout.deploy(export)
             assert (result["version"], result["previous"]) == (str(number + 2), str(number + 1))
             time.sleep(0.2)
     assert http.failures == grpc.failures == []
@@ -219,7 +235,7 @@ def test_the_version_before_is_kept_and_can_be_gone_back_to(served: Served, expo
     assert label(served) == "foul"
 
 
-def test_an_export_that_serves_is_not_put_in_again(served: Served, exports: dict[str, Path]) -> None:
+def test_an_export_that_serves_is_not_put_in_again(served: Served, exports: dict[str, Path], tmp_path: Path) -> None:
     """It would push the version before out, which is the way back; what goes is named, and how good both are."""
     before = contents(served.repository)
     result = served.rollout.deploy(served.export)
@@ -232,18 +248,27 @@ def test_an_export_that_serves_is_not_put_in_again(served: Served, exports: dict
     assert [row.version for row in check(served.server.http_url)] == ["2"]
     result = served.rollout.rollback("weather")
     assert (result["version"], result["removed"]) == ("1", [])
-    assert _deployed(result)[0] == "weather: version 1 serves; version 2 is kept"
-    result = served.rollout.deploy(exports["relabelled"])
-    assert (result["version"], result["previous"], result["removed"]) == ("3", "1", ["2"])
+    assert _deployed(result)[0].startswith(
+        "weather: version 1 serves; version 2 is kept, `bertship deploy` of its export"
+    )
+    before = contents(served.repository)
+    result = served.rollout.deploy(exports["relabelled"])  # kept, so it is gone on to
+    assert (result["version"], result["previous"], result["samples"], result["removed"]) == ("2", "1", 0, [])
+    assert label(served) == "stormy" and [row.version for row in check(served.server.http_url)] == ["2"]
+    assert {name for name, digest in contents(served.repository).items() if before[name] != digest} == {
+        "weather/config.pbtxt"
+    }
+    result = served.rollout.deploy(altered(exports["plain"], tmp_path / "third", described("third")))
+    assert (result["version"], result["previous"], result["removed"]) == ("3", "2", ["1"])
     said = _deployed(result)
     assert said[0].startswith(
-        "weather: version 3 serves; version 1 is kept, `bertship deploy --rollback --task weather`"
+        "weather: version 3 serves; version 2 is kept, `bertship deploy --rollback --task weather`"
     )
-    assert [line.split(":")[0] for line in said[1:]] == ["  version 3", "  version 1", "  removed"]
-    assert re.fullmatch(r"  version 1: accuracy [01]\.\d{4} on \d+ labelled texts", said[2])
+    assert [line.split(":")[0] for line in said[1:]] == ["  version 3", "  version 2", "  removed"]
+    assert re.fullmatch(r"  version 2: accuracy [01]\.\d{4} on \d+ labelled texts", said[2])
 
 
-def test_the_steps_counters_outlive_a_deployment(served: Served, exports: dict[str, Path]) -> None:
+def test_the_steps_counters_outlive_a_deployment(served: Served, exports: dict[str, Path], tmp_path: Path) -> None:
     """Two versions that count beside each other share no metric: Triton would free it under the one that stays."""
 
     def series() -> dict[str, int]:
@@ -260,7 +285,8 @@ def test_the_steps_counters_outlive_a_deployment(served: Served, exports: dict[s
     assert at_first.keys() == {"1", "2"}
     for _ in range(3):
         label(served)
-    served.rollout.deploy(exports["plain"])  # takes the first version's models away
+    # takes the first version's models away
+    served.rollout.deploy(altered(exports["plain"], tmp_path / "third", described("third")))
     label(served)
     now = series()
     assert now["2"] == at_first["2"] + 3 and now.keys() == {"2", "3"}

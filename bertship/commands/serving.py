@@ -218,6 +218,8 @@ def _deployed(result: dict[str, Any]) -> list[str]:
     kept = f"; version {before} is kept" if before else ""
     if before and int(before) < int(version):  # one goes back to an earlier version, never on to a later one
         kept += f", `bertship deploy --rollback --task {task}` goes back to it"
+    elif before:
+        kept += ", `bertship deploy` of its export goes on to it"
     said = [f"{task}: version {version} serves{kept}"]
     said.append(f"  version {version}: {measured(result['facts'])}")
     if before:
