@@ -122,9 +122,12 @@ export: $(RUN_STAMP) ## TASK to ONNX, through the parity gate
 repository: $(RUN_STAMP) ## TASK into the Triton model repository
 	@$(BERTSHIP) repository --task $(call quoted,$(TASK)) --name $(call quoted,$(NAME)) --precision $(call quoted,$(PRECISION)) --preset $(call quoted,$(PRESET)) $(call option,INIT,init) $(call option,DATA,data) --repository $(call quoted,$(REPOSITORY)) --bring
 
+# a server without any task has nothing to show
+BRING_ONE = ls $(REPOSITORY)/*_encode/[0-9]*/model.onnx >/dev/null 2>&1 || \
+  { echo "nothing in $(REPOSITORY) to serve yet: $(TASK) is made first, from its training on where that is missing" >&2; $(MAKE) repository; }
+
 serve: setup ## Start Triton on all that has been exported
-	@ls $(REPOSITORY)/*_encode/[0-9]*/model.onnx >/dev/null 2>&1 || \
-	  { echo "nothing in $(REPOSITORY) to serve yet: $(TASK) is made first, from its training on where that is missing" >&2; $(MAKE) repository; }
+	@$(BRING_ONE)
 	@$(BERTSHIP) serve --repository $(call quoted,$(REPOSITORY)) $(PORTS) --detach
 
 stop: $(RUN_STAMP) ## Stop it
@@ -146,8 +149,7 @@ plan: $(if $(CONTAINER),,$(RUN_STAMP)) ## TASK's TensorRT plan, on the GPU's mac
 gpu-check: $(if $(CONTAINER),,$(RUN_STAMP)) ## What only a GPU can show, in at most 8 minutes (CONTAINER=image)
 	@$(if $(CONTAINER),GPU_RUNTIME=1 export/container.sh $(call quoted,$(CONTAINER)) train$(comma)export$(comma)serve python3,.venv/bin/python) -m benchmarks.gpu_check --export runs/export/$(call quoted,$(basename $(notdir $(TASK))))
 playground: setup ## A web page to try what is served
-	@ls $(REPOSITORY)/*_encode/[0-9]*/model.onnx >/dev/null 2>&1 || \
-	  { echo "nothing in $(REPOSITORY) to serve yet: $(TASK) is made first, from its training on where that is missing" >&2; $(MAKE) repository; }
+	@$(BRING_ONE)
 	@$(BERTSHIP) playground --repository $(call quoted,$(REPOSITORY)) --port $(PLAYGROUND_PORT) --bring
 
 docs: $(DEV_STAMP) ## The documentation as a site, in build/site

@@ -49,11 +49,6 @@ class Choice:
     def good(self) -> bool:
         return self.changes <= self.allowed * LARGEST_CHANGE and self.error <= self.allowed * LARGEST_ERROR
 
-    def same_as(self, other: "Choice") -> bool:
-        """Whether the recipes are one."""
-        mine, others = self.recipe, other.recipe
-        return mine.half_embeddings == others.half_embeddings and dict(mine.scalings) == dict(others.scalings)
-
     def as_dict(self) -> dict[str, Any]:
         scalings = self.recipe.scalings.values()
         return {
@@ -92,33 +87,35 @@ class Search:
         }
         self.rounding = Rounding(activity)
         self.wanted = _run(model, self.judged)
-        self.ladder: list[tuple[str, Way]] | None = None  # found when the first rung does not hold
+        self.ladder: list[tuple[str, Way]] = []  # found when its foot does not hold
+        self.rungs: dict[int, tuple[Recipe, float, float]] = {}  # recipes with their changes and errors, once judged
 
     def find(self, allowed: float = 1.0) -> Choice:
         """The fastest recipe that changes few decisions; the best one where none does.
 
         `allowed` is the share of LARGEST_CHANGE and LARGEST_ERROR that it has to keep.
         """
-        cheapest = {x: ways[0] for x, ways in self.ways.items()}
-        choice = self._judge(cheapest, allowed, half_embeddings=False)
+        choice = self._judge(-1, allowed)
         if choice.good:
             return choice
-        ladder = self.ladder = self.ladder or self._find_ladder()
-        best: Choice | None = None
-        few, enough = -1, len(ladder)  # `few` rungs do not hold
+        self.ladder = self.ladder or self._find_ladder()
+        few, enough = -1, len(self.ladder)  # `few` rungs do not hold
         while enough - few > 1:
             middle = (few + enough) // 2
-            tried = self._judge(cheapest | dict(ladder[:middle]), allowed)
-            if tried.good:
-                enough, best = middle, tried
+            if self._judge(middle, allowed).good:
+                enough = middle
             else:
                 few = middle
-        return best or self._judge(cheapest | dict(ladder), allowed)
+        return self._judge(enough, allowed)
 
-    def _judge(self, ways: Mapping[str, Way], allowed: float, half_embeddings: bool = True) -> Choice:
-        recipe = self._recipe(ways, half_embeddings)
-        logits = _run(rewritten(self.model, recipe, self.limit), self.judged)
-        return Choice(recipe, expected_changes(self.wanted, logits), relative_error(self.wanted, logits), allowed)
+    def _judge(self, count: int, allowed: float) -> Choice:
+        """What `count` rungs of the ladder give; -1 is before it, with embeddings in INT8."""
+        if count not in self.rungs:
+            ways = {x: ways[0] for x, ways in self.ways.items()} | dict(self.ladder[: max(count, 0)])
+            recipe = self._recipe(ways, half_embeddings=count >= 0)
+            logits = _run(rewritten(self.model, recipe, self.limit), self.judged)
+            self.rungs[count] = recipe, expected_changes(self.wanted, logits), relative_error(self.wanted, logits)
+        return Choice(*self.rungs[count], allowed)
 
     def _recipe(self, ways: Mapping[str, Way], half_embeddings: bool = True) -> Recipe:
         """Embeddings are FP16 from the ladder's foot on, which takes space but no time."""

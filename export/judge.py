@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 
-from bertship.runners import OnnxRunner, available_threads
+from bertship.runners import OnnxRunner
 from bertship.tokenization import Row, pad
+from export.calibration import make_session
 from export.layers import differences, first_departure, graph_hidden, layer_of, torch_hidden
 from export.parity import Parity, assess, judge_engine, rows_of_all_lengths
 from export.precision import PRECISIONS
@@ -67,10 +67,7 @@ def check_range(path: Path, rows: Sequence[Row], pad_id: int, model: HeadedModel
     half = onnx.TensorProto.FLOAT16
     inner = [info for info in graph.graph.value_info if info.type.tensor_type.elem_type == half]
     graph.graph.output.extend(inner)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = available_threads()
-    session = onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = make_session(graph)
     names = [info.name for info in inner]
     for row in rows_of_all_lengths(rows):
         for name, value in zip(names, session.run(names, pad([row], pad_id)), strict=True):

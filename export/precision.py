@@ -11,7 +11,7 @@ import onnx
 from bertship.tokenization import Row
 from export.fp16 import to_fp16
 from export.int8 import Recipe
-from export.int8_recipe import Choice, Search, rewritten
+from export.int8_recipe import Search, rewritten
 from export.onnx_graph import check_graph
 from export.qdq import to_int8_qdq
 
@@ -40,13 +40,13 @@ def int8_attempts(source: Path, target: Path, rows: Sequence[Row] = (), judged: 
         yield
         return
     search = Search(model, rows, limit, judged)
-    before: Choice | None = None
+    before: Recipe | None = None
     for allowed in ALLOWED:
         choice = search.find(allowed)
-        if before is None or not choice.same_as(before):
+        if choice.recipe is not before:
             _write_int8(rewritten(model, choice.recipe, limit), target, limit, len(rows), choice.as_dict())
             yield
-        before = choice
+        before = choice.recipe
 
 
 def _write_int8(model: Any, target: Path, limit: int, rows: int, choice: dict[str, Any]) -> None:
