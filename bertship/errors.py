@@ -46,7 +46,14 @@ class ClientError(BertshipError):
 
 
 class InvalidRequest(ClientError):
-    """The server understood the request and refused it (INVALID_ARG)."""
+    """The server understood the request and refused it (INVALID_ARG).
+
+    `reason` is the server's own; `hint`, which the text ends with, says what to do in Python.
+    """
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(f"{reason}; {hint}" if hint else reason)
+        self.reason = reason
 
 
 class MessageTooLarge(InvalidRequest):

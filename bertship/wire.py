@@ -179,8 +179,6 @@ def refused(task: str, url: str, status: int, message: str, timeout_s: float, ma
     """A server's refusal, by HTTP status and text, as an error to raise."""
     message = re.sub(r"^in ensemble '[^']*', ", "", re.sub(r"\[request id: <id_unknown>\] ", "", message))
     message = " ".join(message.split())
-    if re.search(r"unexpected inference input|expected \d+ inputs? but got", message):
-        message += f"; Client.inputs({task!r}) names its inputs"
     if re.match("<!doctype|<html|<head|<body", message, re.IGNORECASE):
         kind = ServerFault if status >= 500 else ServerUnavailable  # of a proxy in between, it may be
         return kind(f"{task}: what answers at {url} is no Triton server: a page, HTTP status {status}")
@@ -197,7 +195,8 @@ def refused(task: str, url: str, status: int, message: str, timeout_s: float, ma
     if status == 503:
         return ServerUnavailable(f"{task}: {url} cannot answer now: {message}")
     if 400 <= status < 500:
-        return InvalidRequest(message)
+        inputs = re.search(r"unexpected inference input|expected \d+ inputs? but got", message)
+        return InvalidRequest(message, f"Client.inputs({task!r}) names its inputs" if inputs else "")
     return ServerFault(f"{task}: {url} failed: {message or f'HTTP status {status}'}")
 
 

@@ -249,8 +249,9 @@ def _choose(root: Path) -> _Interpreter:
 def _locked(root: Path, say: Callable[[str], None]) -> Iterator[int]:
     """Hold the environment's lock; yields its descriptor, for children that must keep it while they run."""
     try:
-        ours = not root.exists() or (root / _LOCK).exists() or not any(root.iterdir())
-        if not ours:
+        # read once: between two looks another process may have begun there
+        names = {path.name for path in root.iterdir()} if root.exists() else set()
+        if names and _LOCK not in names:
             raise InputError(
                 f"{root} holds files that are no environment of bertship's, and making one would remove them; "
                 "let BERTSHIP_TRITON_ENV name a new folder"

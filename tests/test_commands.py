@@ -49,6 +49,10 @@ def test_pretrain_then_finetune_starts_from_the_own_run(bertship, data, tmp_path
     assert "is made anew" not in err
     code, _, err = bertship("finetune", *common, "--preset", tmp_path / "own.toml", *SETTINGS, "--set", "seed=7")
     assert code == 0 and "sst2/default (accuracy 0." in err and "is made anew, as what goes in differs" in err
+    code, _, err = bertship(
+        "finetune", *common, "--preset", tmp_path / "own.toml", *SETTINGS, "--set", "seed=7", "--force"
+    )
+    assert code == 0 and "is made anew, as --force asks for it" in err
     page = html.unescape(
         (tmp_path / "runs" / "finetune" / "sst2" / "default" / "report.html").read_text(encoding="utf-8")
     )

@@ -5,7 +5,7 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -185,12 +185,9 @@ def test_an_interrupted_set_up_is_repaired(dry, monkeypatch):
 
 def test_two_callers_set_up_once(dry):
     _, installs = dry
-    threads = [threading.Thread(target=environment.prepare) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(installs) == 1
+    with ThreadPoolExecutor(4) as callers:
+        made = [caller.result() for caller in [callers.submit(environment.prepare) for _ in range(4)]]
+    assert len(installs) == 1 and len(set(made)) == 1
 
 
 def test_failure_of_pip_is_one_line_with_its_reason_and_the_log(monkeypatch, tmp_path):

@@ -154,12 +154,14 @@ def make_finetuning(
     processes = processes or alone()
     with processes.main_first():
         found = read_training_data(task, data, settings, report)
-    if not force and is_current(out, found.fingerprint(init[0])):
+    current = is_current(out, found.fingerprint(init[0]))
+    if current and not force:
         return _reused(out, report)
     with contextlib.suppress(InputError):  # there is none, or one cut short
         before = read_manifest(out, "finetune")
         name, value = next(iter(before["metrics"].items()))
-        report(f"{out} ({name} {value:.4f}, from {before['inputs'].get('init')}) is made anew, as what goes in differs")
+        why = "--force asks for it" if current else "what goes in differs"
+        report(f"{out} ({name} {value:.4f}, from {before['inputs'].get('init')}) is made anew, as {why}")
     return found.finetune(init, out, report, force, processes)
 
 

@@ -281,8 +281,7 @@ def _with_inputs(error: InvalidRequest, client: "Client", task: str, columns: di
         return error
     if set(wanted) == columns.keys():
         return error
-    said = str(error).partition("; Client.inputs(")[0]  # a hint for Python
-    return InvalidRequest(f"{said}; {task} is asked with {', '.join(wanted)}")
+    return InvalidRequest(f"{error.reason}; {task} is asked with {', '.join(wanted)}")
 
 
 def _with_served(error: TaskUnavailable, client: "Client") -> TaskUnavailable:
