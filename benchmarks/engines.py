@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from onnx import numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from bertship.artifacts import versions
@@ -31,7 +30,7 @@ from bertship.tokenization import Row
 from export.bench_engine import machine, paired_ratio, percentile, take_turns
 from export.calibration import calibrate
 from export.engines import product_session
-from export.int8 import Recipe, find_products
+from export.int8 import Recipe, find_products, weights_by_input
 from export.int8_recipe import rewritten
 from export.int8_ways import MIGRATIONS, scaling_of
 from export.onnx_graph import export_onnx, quiet
@@ -81,14 +80,9 @@ def prepare(folder: Path) -> None:
 
 def _recipe(model: Any, outliers: int, static: bool) -> Recipe:
     """Every input alike: how a way costs."""
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    read: dict[str, list[np.ndarray]] = {}
-    for product in find_products(model.graph):
-        read.setdefault(product.x, []).append(constants[product.weight])
-    activity = calibrate(model, list(read), make_rows(4, 64))
-    return Recipe(
-        {x: scaling_of(activity[x], np.concatenate(read[x], axis=1), MIGRATIONS[0], outliers, static) for x in read}
-    )
+    weights = weights_by_input(model.graph)
+    activity = calibrate(model, list(weights), make_rows(4, 64))
+    return Recipe({x: scaling_of(activity[x], weights[x], MIGRATIONS[0], outliers, static) for x in weights})
 
 
 def measure(folder: Path, shapes: list[tuple[int, int]], seconds: float, threads: int) -> dict[str, Any]:

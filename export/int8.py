@@ -121,6 +121,15 @@ def find_products(graph: Any) -> list[Product]:
     return found
 
 
+def weights_by_input(graph: Any) -> dict[str, np.ndarray]:
+    """Of every x that products read, their weights side by side, float32 [K, N1 + N2 + ..]."""
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    read: dict[str, list[np.ndarray]] = {}
+    for product in find_products(graph):
+        read.setdefault(product.x, []).append(numpy_helper.to_array(constants[product.weight]))
+    return {x: np.concatenate(weights, axis=1) for x, weights in read.items()}
+
+
 def quantize(graph: Any, recipe: Recipe, limit: int) -> None:
     """Rewrite `graph` in place; the integers of weights are within +-`limit`."""
     _Rewriting(graph, recipe, limit).run()

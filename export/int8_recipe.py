@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from bertship.progress import progress, to_stderr
 from bertship.tokenization import Row, pad
 from export.calibration import calibrate, make_session
-from export.int8 import DOMAIN, Product, Recipe, find_products, quantize
+from export.int8 import DOMAIN, Product, Recipe, find_products, quantize, weights_by_input
 from export.int8_rounding import Rounding
 from export.int8_ways import Way, slope, ways_of
 from export.tolerances import TOLERANCES
@@ -80,11 +80,7 @@ class Search:
         for product in find_products(model.graph):
             self.groups.setdefault(product.x, []).append(product)
         activity = calibrate(model, list(self.groups), rows, moments=True)
-        constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        self.ways = {
-            x: ways_of(activity[x], [numpy_helper.to_array(constants[p.weight]) for p in products], limit)
-            for x, products in self.groups.items()
-        }
+        self.ways = {x: ways_of(activity[x], weight, limit) for x, weight in weights_by_input(model.graph).items()}
         self.rounding = Rounding(activity)
         self.wanted = _run(model, self.judged)
         self.ladder: list[tuple[str, Way]] = []  # found when its foot does not hold

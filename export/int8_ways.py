@@ -32,12 +32,11 @@ class Way:
     error: float
 
 
-def ways_of(activity: Activity, weights: Sequence[np.ndarray], limit: int) -> list[Way]:
-    """The ways worth taking for an x that `weights`, each [K, N], read: from the cheapest to FP32.
+def ways_of(activity: Activity, weight: np.ndarray, limit: int) -> list[Way]:
+    """The ways worth taking for an x that `weight`, [K, N], reads: from the cheapest to FP32.
 
     Those on the lower convex hull: each next one takes away less error for its cost than the one before.
     """
-    weight = np.concatenate(weights, axis=1)
     units, results = weight.shape
     ways: list[Way] = []
     for count in sorted({min(count, units // 8) for count in OUTLIERS}):

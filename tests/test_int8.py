@@ -14,7 +14,7 @@ from bertship.runners import OnnxRunner
 from bertship.tokenization import Row, pad
 from export import int8_recipe, precision
 from export.calibration import calibrate, make_session
-from export.int8 import Recipe, Scaling, find_products, quantize
+from export.int8 import Recipe, Scaling, find_products, quantize, weights_by_input
 from export.int8_recipe import Search, expected_changes, relative_error, rewritten
 from export.int8_rounding import Rounding, round_by_moments
 from export.int8_ways import error_of, scaling_of, ways_of
@@ -45,14 +45,8 @@ def layers_of(model) -> list[str]:
 
 def scalings_of(made, outliers=0, static=True) -> dict[str, Scaling]:
     _, model, activity = made
-    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    read: dict[str, list[np.ndarray]] = {}
-    for product in find_products(model.graph):
-        read.setdefault(product.x, []).append(weights[product.weight])
-    return {
-        x: scaling_of(activity[x], np.concatenate(read[x], axis=1).astype(np.float64), 0.7, outliers, static)
-        for x in read
-    }
+    weights = weights_by_input(model.graph)
+    return {x: scaling_of(activity[x], weight, 0.7, outliers, static) for x, weight in weights.items()}
 
 
 RECIPES = {
@@ -241,13 +235,12 @@ def test_each_attempt_has_less_error_and_the_same_recipe_is_not_tried_twice(made
 
 def test_ways_lead_from_the_cheapest_to_fp32_and_their_errors_are_what_happens(made):
     _, model, activity = made
-    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    for product in find_products(model.graph):
-        ways = ways_of(activity[product.x], [weights[product.weight]], 127)
+    for x, weight in weights_by_input(model.graph).items():
+        ways = ways_of(activity[x], weight, 127)
         assert ways[0].cost == 0 and ways[-1].scaling is None and ways[-1].error == 0
         assert all(a.cost < b.cost and a.error > b.error for a, b in itertools.pairwise(ways))
     # of the last product, whose input is GELU's
-    tokens, weight = activity[product.x].tokens, weights[product.weight].astype(np.float64)
+    tokens, weight = activity[x].tokens, weight.astype(np.float64)
     for way in ways[:-1]:
         happened = np.mean((product_of(tokens, weight, way.scaling) - tokens @ weight) ** 2) * weight.shape[1]
         expected = error_of(tokens, weight, way.scaling, 127)
