@@ -142,7 +142,7 @@ class Rollout:
 
     def _version_of(self, task: str, facts: Mapping[str, Any], first: str) -> str:
         """The version that is this very export: `first`, another that is kept, or none."""
-        for version in dict.fromkeys([first, *map(str, self._with_weights(task))] if first else ()):
+        for version in [first, *map(str, self._with_weights(task))] if first else []:
             known = served_facts(self._repository, task, version)
             if all(known.get(name) == facts[name] for name in ("files", "bertship")):
                 return version

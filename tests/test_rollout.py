@@ -226,10 +226,10 @@ def test_a_bad_version_is_rolled_back_and_the_old_one_goes_on_serving(
 
 
 @pytest.mark.parametrize("task", ["weather", "sst2"])  # served before, and new to the server
-def test_an_interruption_while_triton_loads_takes_nothing_from_under_it(
+def test_an_interruption_while_triton_loads_leaves_nothing_and_the_server_answers(
     served: Served, exports: dict[str, Path], line: Line, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
-    """Ctrl-C and SIGTERM end the waiting, not the load: folders that went away under one made Triton hang."""
+    """Ctrl-C and SIGTERM end the waiting, not the load: the version's folders go away while Triton reads them."""
     before, control = contents(served.repository), served.rollout._server
     load, export = control.load, exports["relabelled"] if task == "weather" else line.runs / "export" / task
 
