@@ -80,8 +80,9 @@ $(RUN_STAMP): $(PINS) pyproject.toml .venv/.made
 	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2 || true; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
 	@touch $@
 
+# builds are isolated here, as seqeval comes as source alone and names what its build needs
 $(DEV_STAMP): $(RUN_STAMP)
-	@{ $(PIP) install -c $(PINS) --no-build-isolation -e '.[train,export,serve,hub,scale,dev,docs,rtx]'; } >.venv/setup.log 2>&1 || \
+	@{ PIP_CONSTRAINT=$(PINS) $(PIP) install -c $(PINS) -e '.[train,export,serve,hub,scale,dev,docs,rtx]'; } >.venv/setup.log 2>&1 || \
 	  { grep -E '^ERROR' .venv/setup.log | tail -1 >&2 || true; echo "error: setting up .venv failed, see .venv/setup.log" >&2; exit 1; }
 	@touch $@
 

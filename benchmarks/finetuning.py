@@ -8,8 +8,9 @@ recipe (AdamW 5e-5, no warm-up, linear decay, 32 examples (16 windows) a batch, 
 `best`, the same recipe at its best settings: bf16 where the processor has it, and examples of like length together.
 Each run is a process of its own and its training alone is timed, our snapshots included. SQuAD's dev split is thinned
 to every fifth question, and it is run with the first seed alone. Results, with machine and versions, go to FILE as JSON
-lines, a line a run as soon as it ends, and a table to stdout. Runs that FILE already has, of the same code where they
-are ours, are not made again: it can be run in pieces, as `--sets cola --seeds 42`, and stopped at any time.
+lines, a line a run as soon as it ends, and a table to stdout. Runs that FILE already has from a processor with the same
+instructions, of the same code where they are ours, are not made again: it can be run in pieces, as `--sets cola --seeds
+42`, and stopped at any time.
 """
 
 import argparse
@@ -50,12 +51,17 @@ def main() -> None:
     sides = arguments.sides.split(",")
     if unknown := set(sides) - set(SIDES):
         sys.exit(f"unknown side {unknown.pop()!r}; sides are {', '.join(SIDES)}")
+    from benchmarks.machine import instructions
     from bertship.artifacts import write_text
 
-    code = _code()
+    code, here = _code(), instructions()
     made = read_results(arguments.out)
     wanted = {"limit": arguments.limit, "init": arguments.init, "threads": arguments.threads}
-    known = [r for r in made if wanted.items() <= r.items() and r["code"] in ("", code)]
+    known = [
+        r
+        for r in made
+        if wanted.items() <= r.items() and r["code"] in ("", code) and r["machine"]["instructions"] == here
+    ]
     for name in names:
         for seed in seeds[:1] if name in ONE_SEED else seeds:
             for side in sides:

@@ -12,13 +12,15 @@ from typing import Any
 from bertship import artifacts
 
 RESULTS = Path(__file__).parent / "results"
+# what decides which kernels run, as Linux spells them: with bf16 in hardware a training takes half the time
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "i8mm", "bf16")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory, GPUs and the versions of what computes."""
+    """Processor, its instructions, cores, memory, GPUs and the versions of what computes."""
     import torch
 
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    cpuinfo = _cpuinfo()
     names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -28,6 +30,7 @@ def describe_machine() -> dict[str, Any]:
         versions["transformers"] = importlib.metadata.version("transformers")
     return {
         "processor": names[0] if names else platform.processor(),
+        "instructions": instructions(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": gpus,
@@ -35,6 +38,17 @@ def describe_machine() -> dict[str, Any]:
         "versions": versions,
         "measured": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def instructions() -> list[str]:
+    """Those of INSTRUCTIONS that the processor has."""
+    flags = next((line for line in _cpuinfo().splitlines() if line.startswith(("flags", "Features"))), "").split()
+    return [name for name in INSTRUCTIONS if name in flags]
+
+
+def _cpuinfo() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def save_result(benchmark: str, name: str, result: dict[str, Any]) -> Path:

@@ -122,12 +122,12 @@ def parity_lines(manifest: dict[str, Any]) -> list[str]:
     return [*lines, *_LEGEND]
 
 
-class _Terminated(SystemExit):
-    """SIGTERM: everything is cleaned up as after Ctrl-C."""
+_TERMINATED = 128 + signal.SIGTERM
 
 
 def _terminate(*_: object) -> None:
-    raise _Terminated(128 + signal.SIGTERM)
+    """SIGTERM: everything is cleaned up as after Ctrl-C."""
+    raise SystemExit(_TERMINATED)
 
 
 def run(app: Callable[..., Any]) -> None:
@@ -147,8 +147,10 @@ def run(app: Callable[..., Any]) -> None:
         sys.stdout.flush()
     except KeyboardInterrupt:
         _fail("interrupted; nothing is left half written", 130, debug)
-    except _Terminated:
-        _fail("ended by SIGTERM; nothing is left half written", 128 + signal.SIGTERM, debug)
+    except SystemExit as end:  # a training raises it too, once it has saved where it was
+        if end.code != _TERMINATED:
+            raise
+        _fail("ended by SIGTERM; nothing is left half written", _TERMINATED, debug)
     except BertshipError as error:
         _fail(str(error), error.exit_code, debug)
     except BrokenPipeError:

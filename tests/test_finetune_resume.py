@@ -255,6 +255,9 @@ def test_a_large_snapshot_is_made_more_seldom(case: str, init: Path, tmp_path: P
         assert training._due() is due, (every_s, cost_s, since_s)
 
 
+LEFT = "nothing is left half written"
+
+
 @pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_an_ended_sweep_keeps_its_runs_and_goes_on_in_the_midst_of_one(
     number: int, ended: int, bertship: Any, data: Path, warm_start: Path, tmp_path: Path
@@ -268,7 +271,9 @@ def test_an_ended_sweep_keeps_its_runs_and_goes_on_in_the_midst_of_one(
     folder = tmp_path / "runs" / "finetune" / "sst2"
     journal = folder / ".default.sweep-results.jsonl"
     command = [sys.executable, "-m", "bertship", "finetune", *map(str, common), "--runs", str(tmp_path / "runs")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    said = tmp_path / "stderr.txt"
+    with said.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=file)
     until = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < until:
         made = journal.is_file() and len(journal.read_text().splitlines())
@@ -277,6 +282,8 @@ def test_an_ended_sweep_keeps_its_runs_and_goes_on_in_the_midst_of_one(
             break
         time.sleep(0.001)
     assert process.wait(60) == ended
+    last = (said.read_text(encoding="utf-8").splitlines() or [""])[-1]
+    assert last == {143: f"error: ended by SIGTERM; {LEFT}", 130: f"error: interrupted; {LEFT}"}.get(ended, last)
     code, _, err = bertship("--json", "finetune", *common, "--runs", tmp_path / "runs")
     assert code == 0, err
     assert err.count("known from before") == 1 and err.count("going on after update") == 1

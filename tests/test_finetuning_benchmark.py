@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import machine
 from benchmarks.finetuning import SIDES, read_results, table
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,7 @@ def test_every_side_runs_once_and_what_is_done_is_kept(data: Path, warm_start: P
     for result in found:
         assert 0 <= result["metrics"]["accuracy"] <= 1 and result["seconds"] >= 0  # a tenth of a second
         assert result["machine"]["processor"] and {"torch", "transformers"} <= result["machine"]["versions"].keys()
+        assert result["machine"]["instructions"] == machine.instructions()
     assert [bool(result["code"]) for result in found] == [True, False, False]
     assert done.stdout.splitlines()[-1].startswith("| sst2 | accuracy | ")
 
