@@ -146,6 +146,9 @@ def run(app: Callable[..., Any]) -> None:
             raise KeyboardInterrupt
         sys.stdout.flush()
     except KeyboardInterrupt:
+        # where Ctrl-C fell into code made from a string, as an import of dataclasses is, CPython remembers that and
+        # ends `python -m` by the signal instead of our exit code, until other such code has run
+        exec("")
         _fail("interrupted; nothing is left half written", 130, debug)
     except SystemExit as end:  # a training raises it too, once it has saved where it was
         if end.code != _TERMINATED:

@@ -157,6 +157,22 @@ def test_errors_of_a_stage(bertship, stage, error, code, message, debug):
     assert ("Traceback" in err) is debug and (debug or len(lines) == 1)
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        ("raise KeyboardInterrupt", 130, "error: interrupted; nothing is left half written\n"),
+        ("raise SystemExit(143)", 143, "error: ended by SIGTERM; nothing is left half written\n"),
+        ("raise SystemExit(5)", 5, ""),
+    ],
+)
+def test_the_exit_code_is_ours_wherever_the_signal_fell(end: str, code: int, message: str, tmp_path: Path) -> None:
+    """Also within code made from a string, from which CPython would end `python -m` by SIGINT, that is -2."""
+    script = f"from bertship.console import run\n\nrun(lambda *a, **k: exec({end!r}))\n"
+    (tmp_path / "ends.py").write_text(script, encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "ends"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, message)
+
+
 def test_json_is_one_object_and_progress_is_not_in_it(bertship, stage):
     def work(*arguments):
         report = next(a for a in arguments if callable(a))
