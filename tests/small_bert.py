@@ -35,12 +35,15 @@ TASKS_BY_HEAD = {
     "token": Task("marks", "token", labels=("O", "B-X", "I-X"), metrics=("f1",), max_tokens=32, overlap=8),
 }
 
+# what trains: a regression has the head of "sentence", with one output
+TRAINED_TASKS = TASKS_BY_HEAD | {"value": Task("grades", "single_regression", metrics=("pearson",), max_tokens=32)}
+
 
 def make_model(head: str, config: EncoderConfig = CONFIG) -> HeadedModel:
     """Every tensor random, biases and LayerNorm too: zeros and ones would hide an exchange of two of them."""
     torch.manual_seed(7)
-    task = TASKS_BY_HEAD[head]
-    model = HEADS[head](config, task.behaviour.width(task)).eval()
+    task = TRAINED_TASKS[head]
+    model = HEADS[task.behaviour.head](config, task.behaviour.width(task)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -58,6 +61,9 @@ def make_examples(head: str, count: int = 40) -> list[Example]:
     def sentence(i: int) -> Example:
         return Example({"TEXT": text(1 + i % 13)}, rng.choice(TASKS_BY_HEAD["sentence"].labels), f"text {i}")
 
+    def value(i: int) -> Example:
+        return Example({"TEXT": text(1 + i % 13)}, f"{300 + 20 * rng.random():.2f}", f"text {i}")
+
     def span(i: int) -> Example:
         context = text(4 + i % 30)
         return Example(
@@ -69,7 +75,7 @@ def make_examples(head: str, count: int = 40) -> list[Example]:
         places = split_words(words)
         return Example({"TEXT": words, "WORDS": places}, [Entity("X", *places[0])], f"text {i}")
 
-    makers: dict[str, Callable[[int], Example]] = {"sentence": sentence, "span": span, "token": token}
+    makers: dict[str, Callable[[int], Example]] = {"sentence": sentence, "value": value, "span": span, "token": token}
     return [makers[head](i) for i in range(count)]
 
 

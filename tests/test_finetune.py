@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from small_bert import TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
+from small_bert import TASKS_BY_HEAD, TOKENIZER, TRAINED_TASKS, make_examples, make_model
 from torch.nn import functional
 
 from bertship.config import FinetuneConfig
@@ -37,7 +37,7 @@ def rows_of(*lengths):
     return [TOKENIZER.row(Tokens(np.full(n, 7), np.zeros((n, 2), np.int32)), owner=i) for i, n in enumerate(lengths)]
 
 
-@pytest.fixture(params=TASKS_BY_HEAD)
+@pytest.fixture(params=TRAINED_TASKS)
 def head(request):
     return request.param
 
@@ -54,12 +54,12 @@ def run(head, init, out, **settings):
     settings = {"min_updates": 6, "epochs": 0.1, "batch_size": 4, "precision": "fp32"} | settings
     examples = make_examples(head)
     config = FinetuneConfig(**settings)
-    return finetune.finetune(TASKS_BY_HEAD[head], init, out, config, examples, examples[:4], silent)
+    return finetune.finetune(TRAINED_TASKS[head], init, out, config, examples, examples[:4], silent)
 
 
 def learner_of(task, init, config, examples):
     torch.manual_seed(config.seed)
-    model = start_model(task, init, TOKENIZER, silent)
+    model = start_model(task, init, TOKENIZER, examples, silent)
     return FinetuneLearner(task, model, Units.of(task, TOKENIZER, examples), config, alone(), TOKENIZER.pad_id)
 
 
@@ -73,20 +73,20 @@ def test_a_run_repeats_itself_and_another_seed_does_not(head, init, tmp_path):
         run(head, init, tmp_path / name, seed=seed)
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
     task, tokenizer, model = load_finetuned(tmp_path / "a")
-    assert task == TASKS_BY_HEAD[head]
+    assert task == TRAINED_TASKS[head]
     metrics, _ = evaluate(task, tokenizer, TorchRunner(model, tokenizer.pad_id), make_examples(head)[:4])
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text("utf-8"))
     assert all(manifest["metrics"][name] == value for name, value in metrics.items())
 
 
 def test_non_finite_gradients_are_skipped_and_ten_in_a_row_stop_the_run(head, init, tmp_path, monkeypatch):
-    real, calls = LOSSES[TASKS_BY_HEAD[head].behaviour.loss], []
+    real, calls = LOSSES[TRAINED_TASKS[head].behaviour.loss], []
 
     def spoilt(outputs, targets, mask):
         calls.append(1)
         return real(outputs, targets, mask) * (float("nan") if len(calls) in bad else 1)
 
-    monkeypatch.setitem(LOSSES, TASKS_BY_HEAD[head].behaviour.loss, spoilt)
+    monkeypatch.setitem(LOSSES, TRAINED_TASKS[head].behaviour.loss, spoilt)
     bad = {2, 3}
     assert run(head, init, tmp_path / "some")["metrics"]["skipped_updates"] == 2
     assert [loss is None for loss in losses(tmp_path / "some")] == [False, True, True, False, False, False]
@@ -104,7 +104,7 @@ def test_a_task_longer_than_the_model_is_refused(init, tmp_path, head):
     config = json.loads((init / "config.json").read_text("utf-8"))
     with pytest.raises(InputError, match=f"positions for {config['max_position_embeddings']}; lower max_tokens"):
         examples = make_examples(head)
-        task = TASKS_BY_HEAD[head].__class__(**{**TASKS_BY_HEAD[head].__dict__, "max_tokens": 4096})
+        task = TRAINED_TASKS[head].__class__(**{**TRAINED_TASKS[head].__dict__, "max_tokens": 4096})
         finetune.finetune(task, init, tmp_path / "out", FinetuneConfig(), examples, examples, silent)
 
 
@@ -177,7 +177,7 @@ def test_parts_of_a_batch_make_the_same_gradient(init, head, tmp_path, monkeypat
     losses = []
     for accumulation in (1, parts):
         config = FinetuneConfig(batch_size=5, accumulation=accumulation, precision="fp32")
-        learner = learner_of(TASKS_BY_HEAD[head], init, config, make_examples(head))
+        learner = learner_of(TRAINED_TASKS[head], init, config, make_examples(head))
         losses.append(learner.update(0, [3, 1, 4, 9, 5]).loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for whole, split in zip(*gradients, strict=True):
@@ -185,16 +185,16 @@ def test_parts_of_a_batch_make_the_same_gradient(init, head, tmp_path, monkeypat
 
 
 def test_the_best_model_is_kept_and_patience_ends_a_run(init, head, tmp_path, monkeypatch):
-    metric = TASKS_BY_HEAD[head].metrics[0]
+    metric = TRAINED_TASKS[head].metrics[0]
     scores = iter([0.2, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1])
     seen = []
-    real = type(TASKS_BY_HEAD[head].behaviour).score
+    real = type(TRAINED_TASKS[head].behaviour).score
 
     def score(self, task, examples, answers):
         seen.append(1)
         return real(self, task, examples, answers) | {metric: next(scores, 0.0)}
 
-    monkeypatch.setattr(type(TASKS_BY_HEAD[head].behaviour), "score", score)
+    monkeypatch.setattr(type(TRAINED_TASKS[head].behaviour), "score", score)
     manifest = run(head, init, tmp_path / "out", min_updates=12, evaluations=6, patience=2)
     assert manifest["metrics"][metric] == 0.9 and manifest["metrics"]["best_step"] == 4
     assert len(losses(tmp_path / "out")) == 8  # the evaluations at 6 and 8 were no better

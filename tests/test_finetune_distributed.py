@@ -13,7 +13,7 @@ import torch
 from conftest import SETTINGS
 from gloo_processes import start, together
 from safetensors.torch import load_file, save_file
-from small_bert import TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
+from small_bert import TASKS_BY_HEAD, TOKENIZER, TRAINED_TASKS, make_examples, make_model
 from training_processes import torchrun
 
 from bertship.config import FinetuneConfig
@@ -40,7 +40,7 @@ def quiet(line: str) -> None:
     assert "\n" not in line
 
 
-@pytest.fixture(params=TASKS_BY_HEAD)
+@pytest.fixture(params=TRAINED_TASKS)
 def head(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -56,10 +56,11 @@ def init(head: str, tmp_path: Path) -> Path:
 
 def learner_of(head: str, init: Path, settings: dict[str, Any], processes: Processes, folder: Path) -> FinetuneLearner:
     config = FinetuneConfig(batch_size=8, precision="fp32", **settings)
-    task = with_features(TASKS_BY_HEAD[head], config)
+    task = with_features(TRAINED_TASKS[head], config)
     torch.manual_seed(1)
-    model = start_model(task, init, TOKENIZER, quiet)
-    units = Units.of(task, TOKENIZER, make_examples(head, UNITS))
+    examples = make_examples(head, UNITS)
+    model = start_model(task, init, TOKENIZER, examples, quiet)
+    units = Units.of(task, TOKENIZER, examples)
     cache = None
     if task.layers:
         with processes.main_first():
@@ -110,7 +111,7 @@ def train(head: str, init: Path, out: Path, settings: dict[str, Any]) -> None:
     config = FinetuneConfig(**{**fixed, **settings})
     with join() as processes:
         finetune(
-            TASKS_BY_HEAD[head], init, out, config, examples, examples[:13], quiet, more={"other": examples[13:]},
+            TRAINED_TASKS[head], init, out, config, examples, examples[:13], quiet, more={"other": examples[13:]},
             processes=processes,
         )  # fmt: skip
 

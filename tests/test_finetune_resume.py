@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import SETTINGS
 from gloo_processes import fresh_processes
-from small_bert import TASKS_BY_HEAD, TOKENIZER, make_examples, make_model
+from small_bert import TOKENIZER, TRAINED_TASKS, make_examples, make_model
 from training_processes import refused_beside, stop_at
 
 from bertship.config import FinetuneConfig
@@ -25,11 +25,13 @@ from train.watch import read_log
 
 ROOT = Path(__file__).parents[1]
 STEPS = 40
-# dropout is on in all; besides, what has a state: best weights, parts of a batch, the paper's Adam, a frozen encoder
+# dropout is on in all; besides, what has a state: best weights, parts of a batch, the paper's Adam, a frozen encoder,
+# a head in units of its values' spread
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "best": ("token", {"evaluations": 8}),
     "parts": ("sentence", {"accumulation": 2, "bias_correction": False}),
     "frozen": ("span", {"layers": "weighted_all"}),
+    "units": ("value", {"evaluations": 3}),
 }
 
 
@@ -45,7 +47,7 @@ def quiet(line: str) -> None:
 def train(case: str, init: Path, out: Path, config: FinetuneConfig, report: Any = quiet, **more: Any) -> dict[str, Any]:
     head = CASES[case][0]
     examples = make_examples(head, 30)
-    return finetune.finetune(TASKS_BY_HEAD[head], init, out, config, examples, examples[:10], report, **more)
+    return finetune.finetune(TRAINED_TASKS[head], init, out, config, examples, examples[:10], report, **more)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +207,7 @@ def test_no_training_goes_on_from_anothers_snapshot(
         train(case, init, out, config_of(case, learning_rate=2e-3))
     with pytest.raises(InputError, match=r"another finetune\.seed"):
         train(case, init, out, config_of(case, seed=1))
-    task, examples = TASKS_BY_HEAD[CASES[case][0]], make_examples(CASES[case][0], 30)
+    task, examples = TRAINED_TASKS[CASES[case][0]], make_examples(CASES[case][0], 30)
     with pytest.raises(InputError, match="another data;"):
         finetune.finetune(task, init, out, config, examples[1:], examples[:10], quiet)
     assert snapshots(out) == [logged], "nothing of it is touched"

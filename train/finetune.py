@@ -27,7 +27,7 @@ from train.watch import read_log
 _MODULES = (
     *("attention", "bert_adam", "checkpoint", "dropout", "features", "finetune", "finetune_batches"),
     *("finetune_learner", "finetune_start", "finetune_training", "heads", "losses", "model", "optim"),
-    *("scoring", "used_pieces"),
+    *("scoring", "used_pieces", "value_scale"),
 )
 _CODE = (
     *("bertship/metrics.py", "bertship/tasks/*.py", "bertship/tokenization.py"),

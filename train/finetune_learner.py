@@ -22,6 +22,7 @@ from train.heads import HeadedModel
 from train.losses import LOSSES, counted
 from train.optim import build_optimizer, clip_and_step, linear_schedule, pick_precision
 from train.used_pieces import UsedPieces
+from train.value_scale import ValueScale, value_head
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class Outcome:
 class FinetuneLearner:
     """Trains `model` in place for `steps` updates; with `cache`, its head alone.
 
-    While it trains, the model has word embeddings of the training's pieces alone (`train.used_pieces`): `whole` and
-    `training` go from one form to the other.
+    While it trains, the model has word embeddings of the training's pieces alone (`train.used_pieces`), and answers
+    a regression in units of its values' spread (`train.value_scale`): `whole` and `training` go from one form to the
+    other.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class FinetuneLearner:
         self.steps = max(config.min_updates, self.asked)
         self.precision = pick_precision(config.precision, processes.device)
         self.pieces = UsedPieces(model.encoder, units.rows, pad_id) if cache is None else None
+        self.values = ValueScale(value_head(model), units.targets) if self.loss == "mean_squared_error" else None
         self.training()
         self.optimizer = build_finetune_optimizer(model, config)
         self.schedule = linear_schedule(self.optimizer, round(self.steps * config.warmup_share), self.steps)
@@ -67,15 +70,18 @@ class FinetuneLearner:
 
     def training(self) -> None:
         """The model as it trains."""
-        if self.pieces is not None:
-            self.pieces.shrink()
+        for form in self._forms():
+            form.shrink()
         self.model.train()
 
     def whole(self) -> None:
         """The model as it is judged and saved."""
-        if self.pieces is not None:
-            self.pieces.restore()
+        for form in self._forms():
+            form.restore()
         self.model.eval()
+
+    def _forms(self) -> list[UsedPieces | ValueScale]:
+        return [form for form in (self.pieces, self.values) if form is not None]
 
     def update(self, number: int, chosen: Sequence[int]) -> Outcome:
         """One update, the `number`-th of the training, on the chosen units, which the processes share.
@@ -108,6 +114,8 @@ class FinetuneLearner:
             targets = [self.units.targets[i] for i in part]
             outputs, mask = self._forward([row for unit in part for row in self.units.units[unit]])
             share = counted(self.loss, targets) / total if len(mine) else 0.0
+            if self.values is not None:
+                targets = self.values.scaled(targets)
             loss = LOSSES[self.loss](outputs, targets, mask) * share
             (loss * count).backward()  # gradients are averaged over the processes
             if len(mine):

@@ -1,23 +1,26 @@
 """The model that a fine-tuning begins with: a checkpoint that fits the task, its head in the task's order of labels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from bertship.errors import InputError
-from bertship.tasks import Task
+from bertship.tasks import Example, Task
 from bertship.tokenization import Tokenizer
 from train.checkpoint import LoadReport, check_vocabulary, labels_of, load_model
 from train.features import model_class
 from train.heads import HeadedModel
 from train.model import init_weights
+from train.value_scale import start_at_the_mean, value_head
 
 Report = Callable[[str], None]
 
 
-def start_model(task: Task, init: Path, tokenizer: Tokenizer, report: Report) -> HeadedModel:
+def start_model(task: Task, init: Path, tokenizer: Tokenizer, train: Sequence[Example], report: Report) -> HeadedModel:
     """The warm start `init` with the head of `task`; seed torch, as a new head is drawn.
+
+    A new head of a regression starts at the mean of the values of `train` (`train.value_scale`).
 
     Raises InputError where vocabulary, casing or length do not fit.
     """
@@ -32,6 +35,8 @@ def start_model(task: Task, init: Path, tokenizer: Tokenizer, report: Report) ->
             f"{model.config.max_position_embeddings}; lower max_tokens or take another INIT"
         )
     _order_labels(model, loaded, task, init, report)
+    if task.behaviour.loss == "mean_squared_error" and _fresh(loaded):
+        start_at_the_mean(value_head(model), [float(example.target) for example in train])
     return model
 
 
@@ -49,10 +54,15 @@ def check_casing(tokenizer: Tokenizer, where: str) -> None:
         )
 
 
+def _fresh(loaded: LoadReport) -> bool:
+    """Whether the head of labels or values starts afresh."""
+    return any(name.startswith("classifier") for name in loaded.fresh)
+
+
 def _order_labels(model: HeadedModel, loaded: LoadReport, task: Task, init: Path, report: Report) -> None:
     """A checkpoint's head has its own order of labels: put it into the task's, or start afresh with other labels."""
     classifier = getattr(model, "classifier", None)
-    if not task.labels or classifier is None or any(name.startswith("classifier") for name in loaded.fresh):
+    if not task.labels or classifier is None or _fresh(loaded):
         return
     names = labels_of(init)
     if names == task.labels:

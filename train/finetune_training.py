@@ -109,7 +109,7 @@ class Training:
         if snapshot:
             self.model, _ = load_model(model_class(task), snapshot.path, task.behaviour.width(task))
         else:
-            self.model = start_model(task, init, self.tokenizer, self.report)
+            self.model = start_model(task, init, self.tokenizer, train, self.report)
         self.model.to(processes.device)
 
         units = Units.of(task, self.tokenizer, train)
