@@ -62,7 +62,7 @@ def make_examples(head: str, count: int = 40) -> list[Example]:
         return Example({"TEXT": text(1 + i % 13)}, rng.choice(TASKS_BY_HEAD["sentence"].labels), f"text {i}")
 
     def value(i: int) -> Example:
-        return Example({"TEXT": text(1 + i % 13)}, f"{300 + 20 * rng.random():.2f}", f"text {i}")
+        return Example({"TEXT": text(1 + i % 13)}, f"{10 + 20 * rng.random():.2f}", f"text {i}")
 
     def span(i: int) -> Example:
         context = text(4 + i % 30)

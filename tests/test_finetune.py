@@ -284,7 +284,8 @@ def test_a_run_that_answers_one_class_is_named(tmp_path):
 def test_a_report_shows_curves_errors_and_calibration(init, head, tmp_path):
     run(head, init, tmp_path / "out", evaluations=3)
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
-    for heading in ("Loss", "Dev split while training", "By the texts&#x27; length", "Calibration", "Reproduce"):
+    judged = "Answers by the wanted value" if head == "value" else "Calibration"
+    for heading in ("Loss", "Dev split while training", "By the texts&#x27; length", judged, "Reproduce"):
         assert f"<h2>{heading}</h2>" in page, heading
     found = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["metrics"]
     assert ("might give" in page) is ("accuracy" in found), "how far chance reaches, where examples are counted"

@@ -133,8 +133,10 @@ def test_a_training_by_two_processes_is_that_of_one(head: str, init: Path, tmp_p
     assert [manifest["processes"] for manifest in manifests] == [1, 2]
     ours, theirs = (manifest["metrics"] for manifest in manifests)
     assert ours.keys() == theirs.keys()
+    # decisions are the same; a correlation moves with every answer's last digits
+    near = 1e-4 if head == "value" else 1e-6
     for name in ours.keys() - {"train_seconds", "tokens_per_second", "padding_share"}:
-        assert theirs[name] == pytest.approx(ours[name], abs=1e-6), f"fit.13: {name}"
+        assert theirs[name] == pytest.approx(ours[name], abs=near), f"fit.13: {name}"
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two")]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, atol=1e-4, rtol=0, msg=name)

@@ -46,8 +46,7 @@ def times(examples: list[Example], factor: float) -> list[Example]:
     return [dataclasses.replace(example, target=repr(float(example.target) * factor)) for example in examples]
 
 
-@pytest.mark.parametrize("factor", [2.0**-20, 2.0**-3, 2.0**13])
-@pytest.mark.parametrize("evaluations", [1, 4])
+@pytest.mark.parametrize(("factor", "evaluations"), [(2.0**-20, 1), (2.0**13, 4)])
 def test_the_unit_of_the_values_does_not_matter(factor: float, evaluations: int, init: Path, tmp_path: Path) -> None:
     """Grammes or tonnes: the same losses, the same encoder, the head in the values' unit, bit for bit."""
     examples = make_examples("value")
