@@ -48,7 +48,7 @@ def times(examples: list[Example], factor: float) -> list[Example]:
 
 @pytest.mark.parametrize(("factor", "evaluations"), [(2.0**-20, 1), (2.0**13, 4)])
 def test_the_unit_of_the_values_does_not_matter(factor: float, evaluations: int, init: Path, tmp_path: Path) -> None:
-    """Grammes or tonnes: the same losses, the same encoder, the head in the values' unit, bit for bit."""
+    """Bytes or KiB: the same losses, the same encoder, the head in the values' unit, bit for bit."""
     examples = make_examples("value")
     weights, losses = train(init, tmp_path / "one", examples, evaluations=evaluations)
     others, same = train(init, tmp_path / "other", times(examples, factor), evaluations=evaluations)
