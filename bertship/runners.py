@@ -14,6 +14,7 @@ import numpy as np
 import onnxruntime
 
 from bertship.errors import InputError
+from bertship.processor import check_int8
 from bertship.tasks.base import Logits
 from bertship.tokenization import Row, pad
 
@@ -43,7 +44,7 @@ class OnnxRunner:
     """An ONNX file on ONNX Runtime's CPU provider.
 
     `threads` is the number of cores that it may keep busy; None takes all that the process has.
-    Raises InputError when the file is missing or no graph of ours.
+    Raises InputError when the file is missing, no graph of ours, or INT8 that this processor would compute wrongly.
     """
 
     INPUTS = ("input_ids", "attention_mask", "token_type_ids")
@@ -71,6 +72,7 @@ class OnnxRunner:
         names = {tensor.name for tensor in session.get_inputs()}
         if names != set(self.INPUTS):
             raise InputError(f"{self.path} has inputs {sorted(names)}; {', '.join(self.INPUTS)} are needed")
+        check_int8(self.path, session.get_modelmeta().custom_metadata_map)
         return session
 
     def run(self, feeds: dict[str, np.ndarray], wide: bool = True) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import onnxruntime
 
 from bertship.cuda import find_device
 from bertship.errors import InputError
-from export.precision import has_vnni
+from bertship.processor import has_vnni
 
 
 @dataclass(frozen=True)

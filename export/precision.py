@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx
 
+from bertship.processor import INT8, has_vnni
 from bertship.tokenization import Row
 from export.fp16 import to_fp16
 from export.int8 import Recipe
@@ -15,8 +16,6 @@ from export.int8_recipe import Search, rewritten
 from export.onnx_graph import check_graph
 from export.qdq import to_int8_qdq
 
-CPUINFO = Path("/proc/cpuinfo")
-RECIPE = "bertship.int8"  # the key of an INT8 graph's own description
 ALLOWED = (1.0, 0.85, 0.7, 0.5, 0.35, 0.2)  # of what a recipe may change: the next one where the gate refuses
 
 
@@ -51,7 +50,7 @@ def int8_attempts(source: Path, target: Path, rows: Sequence[Row] = (), judged: 
 
 def _write_int8(model: Any, target: Path, limit: int, rows: int, choice: dict[str, Any]) -> None:
     facts = {"calibration_rows": rows, "weight_bits": limit.bit_length() + 1, **choice}
-    onnx.helper.set_model_props(model, {RECIPE: json.dumps(facts)})
+    onnx.helper.set_model_props(model, {INT8: json.dumps(facts)})
     onnx.save(model, target)
     check_graph(target)
 
@@ -59,13 +58,7 @@ def _write_int8(model: Any, target: Path, limit: int, rows: int, choice: dict[st
 def read_recipe(path: Path) -> dict[str, Any]:
     """How the INT8 graph at `path` was made: calibration rows, bits of a weight, layers in FP32, expected changes."""
     properties = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
-    return json.loads(properties[RECIPE]) if RECIPE in properties else {}
-
-
-def has_vnni() -> bool:
-    """Whether the processor adds INT8 products in 32 bits (AVX-512 VNNI, AVX VNNI or AMX)."""
-    flags = CPUINFO.read_text(encoding="utf-8")
-    return any(name in flags for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
+    return json.loads(properties[INT8]) if INT8 in properties else {}
 
 
 @dataclass(frozen=True)

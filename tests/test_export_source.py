@@ -13,12 +13,12 @@ import transformers
 from small_bert import make_run
 from test_parity import edit, flip_a_later_weight, matrices
 
-from bertship import artifacts
+from bertship import artifacts, processor
 from bertship.errors import InputError
 from bertship.tasks import TASKS
 from bertship.tasks.base import softmax
 from bertship.tokenization import Tokenizer, pad
-from export import engines, precision, stages
+from export import engines, stages
 from export.source import from_model_dir, labels_by_name
 
 
@@ -308,7 +308,7 @@ def test_what_is_no_export_is_not_replaced(tmp_path, model_dir, data, bertship):
 def test_without_vnni_fp32_is_best_and_int8_has_seven_bits(tmp_path, model_dir, data, bertship, monkeypatch):
     """exp.8, by what the processor says of itself."""
     (tmp_path / "cpuinfo").write_text("model name\t: Old\nflags\t\t: fpu sse2 avx2 avx512f\n", "utf-8")
-    monkeypatch.setattr(precision, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     arguments = ("--task", "sst2", "--data", data / "sst2", "--runs", tmp_path, model_dir)
     code, out, err = bertship("--json", "export", *arguments)
     assert code == 0, err

@@ -10,6 +10,7 @@ from onnx import numpy_helper
 from small_bert import CONFIG, TASKS_BY_HEAD, make_model
 from test_onnx_graph import feeds_of
 
+from bertship import processor
 from bertship.runners import OnnxRunner
 from bertship.tokenization import Row, pad
 from export import int8_recipe, precision
@@ -127,7 +128,7 @@ def test_weights_stay_within_their_bits(made, recipe, limit):
 def test_a_processor_without_vnni_gets_weights_of_7_bits(made, tmp_path, monkeypatch, vnni):
     flags = "flags\t\t: fpu avx2 avx512f" + (" avx512_vnni" if vnni else "")
     (tmp_path / "cpuinfo").write_text(flags, encoding="utf-8")
-    monkeypatch.setattr(precision, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     bear_anything(monkeypatch)  # as random weights bear no rounding; here it is about its bits
     target = tmp_path / "model.int8.onnx"
     precision.to_int8(made[0], target, rows_of(LENGTHS))

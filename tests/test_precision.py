@@ -79,12 +79,6 @@ def test_int8_holds_every_matrix_of_the_encoder_in_int8(graphs):
         assert np.abs(got - wanted).max() < 0.1 * np.abs(wanted).max()
 
 
-def test_vnni_is_read_from_the_processor(monkeypatch):
-    for flags, wanted in (("flags : avx2 avx512f", False), ("flags : avx2 avx_vnni", True), ("avx512_vnni", True)):
-        monkeypatch.setattr(Path, "read_text", lambda self, encoding, flags=flags: flags)
-        assert precision.has_vnni() is wanted
-
-
 @pytest.mark.parametrize("name", [name for name, p in precision.PRECISIONS.items() if not p.needs_tensorrt])
 def test_a_row_has_the_same_bits_in_any_order_and_with_any_number_of_threads(graphs, name):
     rows = rows_of(LENGTHS)
