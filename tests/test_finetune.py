@@ -181,7 +181,8 @@ def test_parts_of_a_batch_make_the_same_gradient(init, head, tmp_path, monkeypat
         losses.append(learner.update(0, [3, 1, 4, 9, 5]).loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for whole, split in zip(*gradients, strict=True):
-        torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-4)
+        # sums in another order: what rounding leaves goes with the largest of them
+        torch.testing.assert_close(split, whole, atol=1e-6 * max(1.0, float(whole.abs().max())), rtol=1e-4)
 
 
 def test_the_best_model_is_kept_and_patience_ends_a_run(init, head, tmp_path, monkeypatch):

@@ -262,3 +262,38 @@ def test_checkpointed_activations_change_no_gradient() -> None:
         gradients.append({name: parameter.grad for name, parameter in encoder.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("lengths", [[12, 5, 1, 9], [16]])
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_pooled_vector_alone_is_that_of_the_whole_pass(lengths: list[int], kept: bool) -> None:
+    """Values and every weight's gradient, though most of the last block is not computed."""
+    still = CONFIG.model_copy(update={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+    found = []
+    for alone in (False, True):
+        torch.manual_seed(1)
+        encoder = BertEncoder(still).train()
+        encoder.checkpoint_activations = not kept
+        batch = make_batch(lengths, 16)
+        pooled = encoder.pooled(**batch) if alone else encoder(**batch)[1]
+        pooled.square().sum().backward()
+        found.append([pooled.detach(), *(parameter.grad for parameter in encoder.parameters())])
+    for whole, alone in zip(*found, strict=True):
+        torch.testing.assert_close(alone, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_the_pooled_vector_alone_computes_the_last_feed_forward_for_one_token() -> None:
+    encoder, seen = make_encoder(), []
+    for block in encoder.blocks:
+        block.feed_forward.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    with torch.no_grad():
+        encoder.pooled(**make_batch([12, 5], 12))
+    assert seen == [12, 1]
+
+
+@torch.no_grad()
+def test_the_pooled_vector_alone_of_a_causal_encoder_is_the_last_tokens() -> None:
+    torch.manual_seed(1)
+    encoder = BertEncoder(CONFIG.model_copy(update={"is_decoder": True})).eval()
+    batch = make_batch([12, 5], 12)
+    assert torch.equal(encoder.pooled(**batch), encoder(**batch)[1])

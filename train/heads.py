@@ -153,7 +153,7 @@ class SentenceModel(HeadedModel):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> tuple[Tensor]:
         """`logits` [B, C]."""
-        _, pooled_BH = self.encoder(input_ids, attention_mask, token_type_ids)
+        pooled_BH = self.encoder.pooled(input_ids, attention_mask, token_type_ids)
         return (self.classifier(self.dropout(pooled_BH)),)
 
 

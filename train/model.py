@@ -17,6 +17,9 @@ What happens to a batch:
 The same forward pass is trained, evaluated and traced into ONNX, so nothing in it depends on the value of B or S.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -67,8 +70,12 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_BSH: Tensor, bias: Tensor, where: Sequences | None = None) -> Tensor:
-        q_BSH, k_BSH, v_BSH = self.query(x_BSH), self.key(x_BSH), self.value(x_BSH)
+    def forward(
+        self, x_BSH: Tensor, bias: Tensor, where: Sequences | None = None, asking_BQH: Tensor | None = None
+    ) -> Tensor:
+        """With `asking_BQH` those tokens alone gather, [B, Q, H]; all tokens of `x_BSH` otherwise."""
+        q_BSH = self.query(x_BSH if asking_BQH is None else asking_BQH)
+        k_BSH, v_BSH = self.key(x_BSH), self.value(x_BSH)
         dropout = self.weight_dropout if self.training else 0.0
         if where is not None:
             return self.output(attend_apart(q_BSH, k_BSH, v_BSH, self.heads, where, bias, self.causal, dropout))
@@ -107,7 +114,15 @@ class Block(nn.Module):
         self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, x_BSH: Tensor, bias: Tensor, where: Sequences | None = None) -> Tensor:
-        x_BSH = self.attention_norm(x_BSH + self.dropout(self.attention(x_BSH, bias, where)))
+        return self._add(x_BSH, self.attention(x_BSH, bias, where))
+
+    def first(self, x_BSH: Tensor, bias: Tensor) -> Tensor:
+        """The first token's vector of `forward`, [B, 1, H]: of all others keys and values alone are computed."""
+        first_B1H = x_BSH[:, :1]
+        return self._add(first_B1H, self.attention(x_BSH, bias, asking_BQH=first_B1H))
+
+    def _add(self, x_BSH: Tensor, gathered_BSH: Tensor) -> Tensor:
+        x_BSH = self.attention_norm(x_BSH + self.dropout(gathered_BSH))
         return self.feed_forward_norm(x_BSH + self.dropout(self.feed_forward(x_BSH)))
 
 
@@ -147,20 +162,44 @@ class BertEncoder(nn.Module):
         autocast `pooled` has autocast's). A row of padding alone gives finite values and changes no other row.
         Raises InputError for what `check_inputs` finds.
         """
+        hidden_BSH, bias = self._embed(input_ids, attention_mask, token_type_ids, where)
+        for block in self.blocks:
+            hidden_BSH = self._through(block, hidden_BSH, bias, where)
+        if self.pooler is None:
+            return hidden_BSH, None
+        return hidden_BSH, torch.tanh(self.pooler(self._summary(hidden_BSH, attention_mask, where)))
+
+    def pooled(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
+        """`pooled` of `forward` alone, [B, H]: five sixths of the last block, which nothing reads, are not computed."""
+        assert self.pooler is not None
+        # a graph keeps the whole block, whose shape the engines' fusions and the INT8 rewriting know
+        if self.config.is_decoder or torch.compiler.is_compiling():
+            _, pooled_BH = self(input_ids, attention_mask, token_type_ids)
+            return pooled_BH
+        hidden_BSH, bias = self._embed(input_ids, attention_mask, token_type_ids, None)
+        *before, last = self.blocks
+        assert isinstance(last, Block)
+        for block in before:
+            hidden_BSH = self._through(block, hidden_BSH, bias)
+        return torch.tanh(self.pooler(self._through(last.first, hidden_BSH, bias)[:, 0]))
+
+    def _embed(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, where: Sequences | None
+    ) -> tuple[Tensor, Tensor]:
+        """The first block's input, and the bias of every block's attention."""
         if not torch.compiler.is_compiling():  # a graph has symbols for B and S; its runner checks their values
             longest = None if where is None else where.places.shape[1]
             check_inputs(self.config, input_ids, attention_mask, token_type_ids, longest)
         hidden_BSH = self.embeddings(input_ids, token_type_ids, None if where is None else where.positions)
         real_BS = attention_mask if where is None else where.real
-        bias = attention_bias(real_BS, self.config.is_decoder, hidden_BSH.dtype)
-        for block in self.blocks:
-            if self.checkpoint_activations and self.training:
-                hidden_BSH = checkpoint(block, hidden_BSH, bias, where, use_reentrant=False)
-            else:
-                hidden_BSH = block(hidden_BSH, bias, where)
-        if self.pooler is None:
-            return hidden_BSH, None
-        return hidden_BSH, torch.tanh(self.pooler(self._summary(hidden_BSH, attention_mask, where)))
+        return hidden_BSH, attention_bias(real_BS, self.config.is_decoder, hidden_BSH.dtype)
+
+    def _through(self, block: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """A block's output, or of a training that keeps no activations a promise to compute it twice."""
+        if self.checkpoint_activations and self.training:
+            output: Tensor = checkpoint(block, *inputs, use_reentrant=False)
+            return output
+        return block(*inputs)
 
     def _summary(self, hidden_BSH: Tensor, attention_mask: Tensor, where: Sequences | None) -> Tensor:
         """The vector of each sequence's first token, [B, H], or of its last one where it is read left to right."""
