@@ -45,7 +45,8 @@ def torch_hidden(model: HeadedModel, feeds: Mapping[str, np.ndarray]) -> dict[st
     hooks = [modules[layer].register_forward_hook(keep(layer)) for layer in layer_names(model)]
     try:
         with torch.inference_mode():
-            model.eval()(**{name: torch.from_numpy(values) for name, values in feeds.items()})
+            # the encoder itself: a head may ask it for less than whole layers
+            model.eval().encoder(**{name: torch.from_numpy(values) for name, values in feeds.items()})
     finally:
         for hook in hooks:
             hook.remove()
