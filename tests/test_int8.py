@@ -50,6 +50,8 @@ def scalings_of(made, outliers=0, static=True) -> dict[str, Scaling]:
     return {x: scaling_of(activity[x], weight, 0.7, outliers, static) for x, weight in weights.items()}
 
 
+# with 8 bits, sums would saturate on a processor without VNNI: a relative error of 0.06 instead of below 0.02
+LIMIT = 127 if processor.has_vnni() else 63
 RECIPES = {
     "plain": lambda made: Recipe(),
     "static": lambda made: Recipe(scalings_of(made)),
@@ -73,11 +75,12 @@ def save(model, folder):
 
 def test_every_recipe_is_near_to_fp32_and_free_in_its_shapes(made, recipe, tmp_path):
     path, model, _ = made
-    runner = OnnxRunner(save(rewritten(model, recipe, 127), tmp_path))
+    runner = OnnxRunner(save(rewritten(model, recipe, LIMIT), tmp_path))
     assert check_shapes(runner, CONFIG.max_position_embeddings) == []
     feeds = feeds_of(3, 20)
+    allowed = 0.05 * 127 / LIMIT  # a weight of 7 bits has steps twice as wide
     for got, wanted in zip(runner.run(feeds), OnnxRunner(path).run(feeds), strict=True):
-        assert np.sqrt(np.mean((got - wanted) ** 2)) < 0.05 * np.sqrt(np.mean(wanted**2))
+        assert np.sqrt(np.mean((got - wanted) ** 2)) < allowed * np.sqrt(np.mean(wanted**2))
 
 
 def test_every_product_is_in_int8_but_what_is_kept(made, recipe):
@@ -95,7 +98,7 @@ def test_every_product_is_in_int8_but_what_is_kept(made, recipe):
 
 
 def test_a_row_has_the_same_bits_alone_among_others_and_in_any_order(made, recipe, tmp_path):
-    path, rows = save(rewritten(made[1], recipe, 127), tmp_path), rows_of(LENGTHS)
+    path, rows = save(rewritten(made[1], recipe, LIMIT), tmp_path), rows_of(LENGTHS)
     wanted = OnnxRunner(path, threads=1)(rows)
     two = OnnxRunner(path, threads=2)
     for order in (range(len(rows)), range(len(rows) - 1, -1, -1), (5, 0, 3)):
@@ -109,7 +112,7 @@ def test_a_row_has_the_same_bits_alone_among_others_and_in_any_order(made, recip
 
 def test_neighbours_of_a_padded_batch_of_one_length_change_no_bit(made, recipe, tmp_path):
     """The same shape, other neighbours: even then only the row itself counts."""
-    runner, rows = OnnxRunner(save(rewritten(made[1], recipe, 127), tmp_path)), rows_of((40,) * 6)
+    runner, rows = OnnxRunner(save(rewritten(made[1], recipe, LIMIT), tmp_path)), rows_of((40,) * 6)
     first = runner.run(pad(rows[:3], 0))
     other = runner.run(pad([rows[0], *rows[4:6]], 0))
     for a, b in zip(first, other, strict=True):
@@ -158,7 +161,7 @@ def test_one_large_unit_costs_the_others_nothing(made):
     wanted = x @ weight
 
     def error(recipe):
-        session = make_session(rewritten(model, recipe, 127))
+        session = make_session(rewritten(model, recipe, LIMIT))
         (got,) = session.run(None, {"x": x.astype(np.float32)})
         return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
 
@@ -190,7 +193,7 @@ def test_expected_changes_are_those_that_happen():
 
 def test_the_fastest_recipe_that_holds_is_taken(made, monkeypatch):
     _, model, _ = made
-    search = Search(model, rows_of(LENGTHS * 2), 127)
+    search = Search(model, rows_of(LENGTHS * 2), LIMIT)
     bear_anything(monkeypatch)
     first = search.find()
     assert first.good and not first.recipe.kept and not first.recipe.half_embeddings
