@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bertship import artifacts
+from bertship.processor import cpu_field
 
 RESULTS = Path(__file__).parent / "results"
 # what decides which kernels run, as Linux spells them: with bf16 in hardware a training takes half the time
@@ -20,8 +21,6 @@ def describe_machine() -> dict[str, Any]:
     """Processor, its instructions, cores, memory, GPUs and the versions of what computes."""
     import torch
 
-    cpuinfo = _cpuinfo()
-    names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
@@ -29,7 +28,7 @@ def describe_machine() -> dict[str, Any]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["transformers"] = importlib.metadata.version("transformers")
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": cpu_field("model name") or platform.processor(),
         "instructions": instructions(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -42,13 +41,8 @@ def describe_machine() -> dict[str, Any]:
 
 def instructions() -> list[str]:
     """Those of INSTRUCTIONS that the processor has."""
-    flags = next((line for line in _cpuinfo().splitlines() if line.startswith(("flags", "Features"))), "").split()
+    flags = (cpu_field("flags") or cpu_field("Features")).split()
     return [name for name in INSTRUCTIONS if name in flags]
-
-
-def _cpuinfo() -> str:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def save_result(benchmark: str, name: str, result: dict[str, Any]) -> Path:

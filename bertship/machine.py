@@ -21,6 +21,7 @@ from typing import Any
 
 from bertship.console import load
 from bertship.errors import BertshipError
+from bertship.processor import cpu_field
 
 PORTS = {8000: "HTTP_PORT", 8001: "GRPC_PORT", 8002: "METRICS_PORT", 8003: "PLAYGROUND_PORT"}
 _OPTIONAL = ("tensorrt", "tensorrt-rtx-cu12", "onnxruntime-gpu", "datasets", "huggingface_hub")
@@ -67,8 +68,8 @@ def look(runs: Path) -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         glibc=_glibc(),
-        cpu=_cpu_field("model name"),
-        cpu_flags=frozenset(_cpu_field("flags").split()),
+        cpu=cpu_field("model name"),
+        cpu_flags=frozenset(cpu_field("flags").split()),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
         memory_gib=_memory_gib(),
         disk_gib=_free_bytes(runs) / 2**30,
@@ -116,15 +117,6 @@ def _glibc() -> tuple[int, int] | None:
     except (ValueError, OSError):  # another C library
         return None
     return (int(major), int(minor)) if library == "glibc" else None
-
-
-def _cpu_field(name: str) -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == name:
-                return value.strip()
-    return ""
 
 
 def _memory_gib() -> float:

@@ -53,6 +53,7 @@ class OnnxRunner:
         self.path = Path(path)
         self.threads = threads or available_threads()
         self._wide = self._session(self.threads)
+        check_int8(self.path, self._wide.get_modelmeta().custom_metadata_map)
         # one thread a row: a second session, as the number of threads belongs to a session
         self._narrow = self._wide if self.threads == 1 else self._session(1)
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="encoder")
@@ -72,7 +73,6 @@ class OnnxRunner:
         names = {tensor.name for tensor in session.get_inputs()}
         if names != set(self.INPUTS):
             raise InputError(f"{self.path} has inputs {sorted(names)}; {', '.join(self.INPUTS)} are needed")
-        check_int8(self.path, session.get_modelmeta().custom_metadata_map)
         return session
 
     def run(self, feeds: dict[str, np.ndarray], wide: bool = True) -> list[np.ndarray]:

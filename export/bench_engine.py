@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from bertship.artifacts import check_files, publish, read_manifest, versions
 from bertship.console import read_samples
 from bertship.errors import InputError
 from bertship.pipeline import encode
+from bertship.processor import cpu_field
 from bertship.progress import progress
 from bertship.runners import available_threads
 from bertship.tasks.base import Task
@@ -147,9 +147,8 @@ def own_rows(export: Path, task: Task, tokenizer: Tokenizer) -> list[Row]:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        "cpu": cpu[1] if cpu else platform.machine(),
+        "cpu": cpu_field("model name") or platform.machine(),
         "threads": threads,
         "cores": available_threads(),
         "load_at_start": round(os.getloadavg()[0], 2),

@@ -26,6 +26,7 @@ from typing import Any
 from bertship import artifacts
 from bertship.client import Client
 from bertship.errors import InputError, ServerUnavailable, seen
+from bertship.processor import cpu_field
 from bertship.progress import progress
 from bertship.triton_limits import FLUSH_S
 from serving.bench_report import lines, plot, to_csv, write_page
@@ -279,9 +280,8 @@ def _asking(address: str) -> Iterator[Any]:
 
 
 def _machine() -> dict[str, Any]:
-    cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        "cpu": cpu[1] if cpu else platform.machine(),
+        "cpu": cpu_field("model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_at_start": round(os.getloadavg()[0], 2),

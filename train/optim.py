@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from bertship.errors import InputError
+from bertship.processor import cpu_field
 from train.bert_adam import BertAdam
 
 
@@ -157,6 +157,4 @@ def _cpu_features() -> set[str]:
     """Names of the instruction sets, as Linux spells them, from torch or, where it is too old to say, the kernel."""
     if hasattr(torch.cpu, "get_capabilities"):
         return {name for name, present in torch.cpu.get_capabilities().items() if present is True}
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")) if cpuinfo.exists() else ()
-    return set(next(iter(flags), "").split())
+    return set(cpu_field("flags").split())

@@ -44,19 +44,20 @@ class ValueScale:
 
     def shrink(self) -> None:
         """Answer in units from here on."""
-        self._turn(True, 1 / self.unit)
+        self._turn(True)
 
     def restore(self) -> None:
         """Answer in the values' own scale again."""
-        self._turn(False, self.unit)
+        self._turn(False)
 
     def scaled(self, values: Sequence[float]) -> list[float]:
         """Targets in units."""
         return [value / self.unit for value in values]
 
     @torch.no_grad()
-    def _turn(self, in_units: bool, factor: float) -> None:
+    def _turn(self, in_units: bool) -> None:
         if self.in_units != in_units:
+            factor = 1 / self.unit if in_units else self.unit
             self.head.weight.mul_(factor)
             self.head.bias.mul_(factor)
             self.in_units = in_units
