@@ -52,7 +52,7 @@ def calibrate(model: Any, names: Sequence[str], rows: Sequence[Row], moments: bo
             x_SK = x.reshape(-1, x.shape[-1])
             low[name] = np.minimum(low.get(name, np.inf), x_SK.min(axis=0))
             high[name] = np.maximum(high.get(name, -np.inf), x_SK.max(axis=0))
-            tokens[name].append(x_SK[chosen])
+            tokens[name].append(x_SK[chosen] if len(x_SK) == len(row) else x_SK)  # the first token's alone
             if moments:
                 sums[name] = sums.get(name, 0) + x_SK.T @ x_SK
     return {name: Activity(low[name], high[name], np.concatenate(tokens[name]), sums.get(name)) for name in names}

@@ -62,7 +62,8 @@ class Work:
 
 
 def work_of(graph: Any) -> Work:
-    """What a graph of ours computes. The pooler and the heads of one row are left out: they see one token."""
+    """What a graph of ours computes. What sees one token is left out: the pooler, the heads of one row, and in front of
+    them most of the last layer."""
     constants = {tensor.name: tensor.dims for tensor in graph.initializer}
     makers = {output: node for node in graph.node for output in node.output}
 
@@ -71,13 +72,22 @@ def work_of(graph: Any) -> Work:
             name = makers[name].input[0]
         return constants.get(name)
 
-    shapes = [weight(node.input[1]) for node in graph.node if node.op_type in PRODUCTS]
+    first: set[str] = set()  # what descends from the first token's vector alone
+    for node in graph.node:
+        if node.op_type == "Slice" or not first.isdisjoint(node.input):
+            first.update(node.output)
+    of_all = [node for node in graph.node if node.op_type in PRODUCTS and node.input[0] not in first]
+    shapes = [weight(node.input[1]) for node in of_all]
     weights = [shape for shape in shapes if shape is not None and len(shape) == 2]
     if not weights:
         raise InputError("the graph has no matrix products with weights; it is no graph of `bertship export`")
-    attentions = sum(node.op_type in ("Softmax", "MultiHeadAttention") for node in graph.node)
-    hidden = weights[0][0]
-    return Work(token=sum(2 * k * n for k, n in weights), pair=attentions * 4 * hidden)
+    attentions = [node for node in graph.node if node.op_type in ("Softmax", "MultiHeadAttention")]
+    asking_once = sum(not first.isdisjoint(node.input) for node in attentions)
+    attention = 4 * weights[0][0]
+    return Work(
+        token=sum(2 * k * n for k, n in weights) + asking_once * attention,
+        pair=(len(attentions) - asking_once) * attention,
+    )
 
 
 def find_engines(

@@ -70,14 +70,19 @@ def graph_hidden(path: Path, model: HeadedModel, feeds: Mapping[str, np.ndarray]
 def differences(
     wanted: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], mask_BS: np.ndarray
 ) -> dict[str, float]:
-    """Each layer's largest difference at real tokens, as a share of the wanted values' largest magnitude there."""
-    real = mask_BS.astype(bool)
+    """Each layer's largest difference at real tokens, as a share of the wanted values' largest magnitude there.
+
+    A graph's last layer may have the first token alone, which is compared then.
+    """
     shares = {}
     with np.errstate(invalid="ignore", over="ignore"):
         for layer in wanted:
             if layer in got:
-                difference = np.abs(got[layer][real].astype(np.float64) - wanted[layer][real])
-                shares[layer] = float(difference.max() / np.abs(wanted[layer][real]).max())
+                tokens = got[layer].shape[1]
+                real = mask_BS[:, :tokens].astype(bool)
+                expected = wanted[layer][:, :tokens][real]
+                difference = np.abs(got[layer][real].astype(np.float64) - expected)
+                shares[layer] = float(difference.max() / np.abs(expected).max())
     return shares
 
 

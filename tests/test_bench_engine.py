@@ -14,8 +14,10 @@ from export import bench_engine, engines, precision, publish
 from export.bench_report import lines
 from export.onnx_graph import export_onnx
 
-WORK_TOKEN = CONFIG.num_hidden_layers * 2 * (4 * CONFIG.hidden_size**2 + 2 * CONFIG.hidden_size * 64)
-WORK_PAIR = CONFIG.num_hidden_layers * 4 * CONFIG.hidden_size
+LAYER, HEADED = 2 * (4 * CONFIG.hidden_size**2 + 2 * CONFIG.hidden_size * 64), 4 * CONFIG.hidden_size
+WORK_TOKEN, WORK_PAIR = CONFIG.num_hidden_layers * LAYER, CONFIG.num_hidden_layers * HEADED
+# of one decision a text: keys, values and one token's attention in the last layer
+WORK_ONCE = (WORK_TOKEN - LAYER + 4 * CONFIG.hidden_size**2 + HEADED, WORK_PAIR - HEADED)
 
 
 def silent(line: str) -> None:
@@ -54,7 +56,7 @@ def test_every_engine_is_measured_at_every_batch_and_length(export, measured):
         assert row["runs"] >= bench_engine.FEWEST
         seconds = row["median_ms"] / 1e3
         assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["length"] / seconds, rel=0.01)
-        work = row["batch"] * row["length"] * (WORK_TOKEN + row["length"] * WORK_PAIR)
+        work = row["batch"] * row["length"] * (WORK_ONCE[0] + row["length"] * WORK_ONCE[1])
         assert row["gops"] == pytest.approx(work / seconds / 1e9, abs=0.06)
         if f"{row['runner']} {row['precision']}" == "onnxruntime fp32":
             assert row["to_onnxruntime_fp32"] == 1
@@ -123,8 +125,9 @@ def test_the_work_is_the_same_in_every_precision(head, tmp_path):
     precision.to_fp16(paths[0], paths[1])
     precision.to_int8(paths[0], paths[2])
     graphs = [onnx.load(path).graph for path in paths]
-    per_token = 4 * CONFIG.hidden_size * (head == "span")  # a span task's head computes two logits a token
-    assert {engines.work_of(graph) for graph in graphs} == {engines.Work(WORK_TOKEN + per_token, WORK_PAIR)}
+    # a span task's head computes two logits a token
+    work = WORK_ONCE if head == "sentence" else (WORK_TOKEN + 4 * CONFIG.hidden_size, WORK_PAIR)
+    assert {engines.work_of(graph) for graph in graphs} == {engines.Work(*work)}
     assert {engines.max_positions(graph) for graph in graphs} == {CONFIG.max_position_embeddings}
 
 

@@ -172,8 +172,7 @@ class BertEncoder(nn.Module):
     def pooled(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """`pooled` of `forward` alone, [B, H]: five sixths of the last block, which nothing reads, are not computed."""
         assert self.pooler is not None
-        # a graph keeps the whole block, whose shape the engines' fusions and the INT8 rewriting know
-        if self.config.is_decoder or torch.compiler.is_compiling():
+        if self.config.is_decoder:
             _, pooled_BH = self(input_ids, attention_mask, token_type_ids)
             return pooled_BH
         hidden_BSH, bias = self._embed(input_ids, attention_mask, token_type_ids, None)
