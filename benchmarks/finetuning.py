@@ -3,14 +3,14 @@
     python benchmarks/finetuning.py DATA [--init DIR] [--sets sst2,cola,stsb,wnut17,squad] [--seeds 42,43] [--out FILE]
 
 DATA has glue/CoLA, glue/SST-2, glue/STS-B, ner/wnut17 and squad in their official layouts. Three sides take turns, so
-that a machine that slows down slows all of them: `ours`, the defaults of `bertship finetune`; `recipe`, the usual
-recipe (AdamW 5e-5, no warm-up, linear decay, 32 examples (16 windows) a batch, 3 epochs (1 for SQuAD), FP32); and
-`best`, the same recipe at its best settings: bf16 where the processor has it, and examples of like length together.
-Each run is a process of its own and its training alone is timed, our snapshots included. SQuAD's dev split is thinned
-to every fifth question, and it is run with the first seed alone. Results, with machine and versions, go to FILE as JSON
-lines, a line a run as soon as it ends, and a table to stdout. Runs that FILE already has from a processor with the same
-instructions, of the same code where they are ours, are not made again: it can be run in pieces, as `--sets cola --seeds
-42`, and stopped at any time.
+that a machine that slows down slows all of them: `ours`, the defaults of `bertship finetune` with the recipe's number
+of epochs; `recipe`, the usual recipe (AdamW 5e-5, no warm-up, linear decay, 32 examples (16 windows) a batch, 3 epochs
+(1 for SQuAD), FP32); and `best`, the same recipe at its best settings: bf16 where the processor has it, and examples of
+like length together. Each run is a process of its own and its training alone is timed, our snapshots included. SQuAD's
+dev split is thinned to every fifth question, and it is run with the first seed alone. Results, with machine and
+versions, go to FILE as JSON lines, a line a run as soon as it ends, and a table to stdout. Runs that FILE already has
+from a processor with the same instructions, of the same code where they are ours, are not made again: it can be run in
+pieces, as `--sets cola --seeds 42`, and stopped at any time.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# our task, the folder in DATA, the number of passes of the recipe, its batch, and the metrics compared
+# our task, the folder in DATA, every side's epochs, the recipe's batch, and the metrics compared
 SETS: dict[str, dict[str, Any]] = {
     "sst2": {"task": "sst2", "folder": "glue/SST-2", "epochs": 3, "batch": 32, "metrics": ["accuracy"]},
     "cola": {"task": "cola", "folder": "glue/CoLA", "epochs": 3, "batch": 32, "metrics": ["mcc"]},
@@ -137,7 +137,7 @@ def _child(arguments: argparse.Namespace) -> dict[str, Any]:
     init, _ = find_init(arguments.init, Path("runs"), "tiny", _say)
     train, dev, task = _examples(arguments, name)
     if side == "ours":
-        return _ours(task, init, train, dev, arguments.seed, trial=bool(arguments.limit))
+        return _ours(task, init, train, dev, seed=arguments.seed, epochs=SETS[name]["epochs"], min_updates=1)
     return _recipe(name, task, init, train, dev, arguments.seed, best=side == "best")
 
 
@@ -160,11 +160,11 @@ def _examples(arguments: argparse.Namespace, name: str) -> tuple[list[Any], list
     return train, dev, task
 
 
-def _ours(task: Any, init: Path, train: list[Any], dev: list[Any], seed: int, trial: bool) -> dict[str, Any]:
+def _ours(task: Any, init: Path, train: list[Any], dev: list[Any], **fixed: int) -> dict[str, Any]:
     from bertship.config import FinetuneConfig
     from train.finetune import finetune
 
-    config = FinetuneConfig(**{**task.training, "seed": seed, **({"min_updates": 1} if trial else {})})
+    config = FinetuneConfig(**{**task.training, **fixed})
     with tempfile.TemporaryDirectory() as folder:
         manifest = finetune(task, init, Path(folder) / "run", config, train, dev, _say)
     found = manifest["metrics"]
