@@ -24,6 +24,7 @@ from bertship.tasks.base import Logits
 from bertship.tokenization import Row, Tokenizer
 from export.precision import PRECISIONS
 from export.source import model_of
+from train.optim import pick_precision
 from train.torch_runner import TorchRunner
 
 CEILING_SIZE = 2048  # rows and columns of the product
@@ -95,7 +96,8 @@ def find_engines(
 ) -> list[Engine]:
     """Every engine that can run the export here; what is left out is reported with its reason.
 
-    `only` names precisions; empty takes all but FP16 on ONNX Runtime's CPU provider, which computes it in FP32.
+    `only` names precisions; empty takes all but what would be emulated: FP16 on ONNX Runtime's CPU provider, which
+    computes it in FP32, and BF16 on a processor without instructions for it.
     """
     torch.set_num_threads(threads)
     wanted = set(only)
@@ -112,14 +114,18 @@ def find_engines(
     task = Task.from_file(export / "task.json")
     pad_id = Tokenizer.from_file(export / "tokenizer.json").pad_id
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        if not wanted or name in wanted:
-            try:
-                model = model_of(export, manifest, task)
-            except InputError as error:
-                report(f"torch is left out: {error}")
-                break
-            torch_runner = TorchRunner(model.to(dtype), pad_id)
-            found.append(Engine("torch", name, torch_runner, torch_runner.run, partial(torch_ceiling, dtype)))
+        if wanted and name not in wanted:
+            continue
+        if not wanted and name == "bf16" and pick_precision("auto", "cpu") is None:
+            report("torch bf16 is left out: this processor emulates it, slower than FP32; --precision bf16 adds it")
+            continue
+        try:
+            model = model_of(export, manifest, task)
+        except InputError as error:
+            report(f"torch is left out: {error}")
+            break
+        torch_runner = TorchRunner(model.to(dtype), pad_id)
+        found.append(Engine("torch", name, torch_runner, torch_runner.run, partial(torch_ceiling, dtype)))
     if not found:
         raise InputError(
             f"nothing here runs {', '.join(sorted(wanted)) or 'this export'}; see what was left out, above"
@@ -127,24 +133,24 @@ def find_engines(
     return found
 
 
-def torch_ceiling(dtype: torch.dtype, size: int = CEILING_SIZE) -> float:
+def torch_ceiling(dtype: torch.dtype) -> float:
     """Operations a second of PyTorch's product of two square matrices, with the threads that it has."""
-    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+    left, right = (torch.randn(CEILING_SIZE, CEILING_SIZE).to(dtype) for _ in range(2))
     with torch.inference_mode():
-        return 2 * size**3 / _fastest(lambda: left @ right)
+        return 2 * CEILING_SIZE**3 / _fastest(lambda: left @ right)
 
 
-def onnx_ceiling(kind: str, threads: int, shapes: Sequence[tuple[int, int, int]] = ((CEILING_SIZE,) * 3,)) -> float:
-    """Operations a second of ONNX Runtime's products, `kind` being fp32 or int8 (unsigned by signed, scaled to FP32).
-
-    `shapes` are (rows, units in, units out), one product after the other, weights constant as in a model.
-    """
-    operations = sum(2 * m * k * n for m, k, n in shapes)
-    return operations / _fastest(product_session(kind, threads, shapes))
+def onnx_ceiling(kind: str, threads: int) -> float:
+    """Operations a second of ONNX Runtime's product of two square matrices, `kind` being fp32 or int8 (unsigned by
+    signed, scaled to FP32), the second constant as in a model."""
+    return 2 * CEILING_SIZE**3 / _fastest(product_session(kind, threads, [(CEILING_SIZE,) * 3]))
 
 
 def product_session(kind: str, threads: int, shapes: Sequence[tuple[int, int, int]]) -> Callable[[], Any]:
-    """A call that runs the products of `shapes` on ONNX Runtime, each on rows of its own size, with its own weight."""
+    """A call that runs the products of `shapes` on ONNX Runtime, each on rows of its own size, with its own weight.
+
+    `shapes` are (rows, units in, units out); `kind` is fp32 or int8.
+    """
     rng = np.random.default_rng(0)
     int8 = kind == "int8"
     nodes, constants, outputs = [], [], []

@@ -13,11 +13,14 @@ from bertship.errors import InputError
 from export import bench_engine, engines, precision, publish
 from export.bench_report import lines
 from export.onnx_graph import export_onnx
+from train.optim import pick_precision
 
 LAYER, HEADED = 2 * (4 * CONFIG.hidden_size**2 + 2 * CONFIG.hidden_size * 64), 4 * CONFIG.hidden_size
 WORK_TOKEN, WORK_PAIR = CONFIG.num_hidden_layers * LAYER, CONFIG.num_hidden_layers * HEADED
 # of one decision a text: keys, values and one token's attention in the last layer
 WORK_ONCE = (WORK_TOKEN - LAYER + 4 * CONFIG.hidden_size**2 + HEADED, WORK_PAIR - HEADED)
+
+NATIVE_BF16 = pick_precision("auto", "cpu") is not None
 
 
 def silent(line: str) -> None:
@@ -32,25 +35,27 @@ def export(tmp_path_factory):
     return folder / "export"
 
 
-@pytest.fixture
-def measured(export, tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "CEILING_SIZE", 64)
-    monkeypatch.setattr(engines, "CEILING_S", 0.01)
+@pytest.fixture(scope="module")
+def measured(export, tmp_path_factory):
     said: list[str] = []
-    out = tmp_path / "bench"
-    result = bench_engine.bench_engines(
-        export, out, batches=(1, 3), lengths=(5, 9), seconds=0.001, threads=1, report=said.append
-    )
+    out = tmp_path_factory.mktemp("measured") / "bench"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "CEILING_SIZE", 64)
+        patch.setattr(engines, "CEILING_S", 0.01)
+        result = bench_engine.bench_engines(
+            export, out, batches=(1, 3), lengths=(5, 9), seconds=0.001, threads=1, report=said.append
+        )
     return result, out, said
 
 
 def test_every_engine_is_measured_at_every_batch_and_length(export, measured):
     result, out, said = measured
-    names = {"onnxruntime fp32", "onnxruntime int8", "torch fp32", "torch bf16"}
+    names = {"onnxruntime fp32", "onnxruntime int8", "torch fp32"} | ({"torch bf16"} if NATIVE_BF16 else set())
     cells = [(row["batch"], row["length"], f"{row['runner']} {row['precision']}") for row in result["rows"]]
     assert sorted(cells) == sorted((b, n, name) for b in (1, 3) for n in (5, 9) for name in names)
     assert set(result["ceilings_gops"]) == names
     assert any("onnxruntime fp16 is left out" in line for line in said)
+    assert any("torch bf16 is left out" in line for line in said) is not NATIVE_BF16
     for row in result["rows"]:
         assert 0 < row["median_ms"] <= row["p99_ms"]
         assert row["runs"] >= bench_engine.FEWEST
@@ -102,6 +107,17 @@ def test_without_the_fine_tuned_model_torch_is_left_out_and_said(export, tmp_pat
     assert said == [f"torch is left out: {export} was made from {tmp_path / 'gone'}, which is not there; give --model"]
     with pytest.raises(InputError, match="nothing here runs bf16"):
         engines.find_engines(export, manifest, 1, said.append, ["bf16"])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bf16_that_a_processor_emulates_is_measured_where_it_is_asked_for(export, monkeypatch, native):
+    monkeypatch.setattr(engines, "pick_precision", lambda *_: torch.bfloat16 if native else None)
+    manifest = json.loads((export / "manifest.json").read_text("utf-8"))
+    said: list[str] = []
+    found = [engine.name for engine in engines.find_engines(export, manifest, 1, said.append)]
+    assert ("torch bf16" in found) is native
+    assert any("torch bf16 is left out: this processor emulates it" in line for line in said) is not native
+    assert [engine.name for engine in engines.find_engines(export, manifest, 1, silent, ["bf16"])] == ["torch bf16"]
 
 
 @pytest.mark.parametrize(
