@@ -21,6 +21,7 @@ from train.distributed import Processes, alone, device_name
 from train.finetune_report import write_report
 from train.finetune_start import Report
 from train.finetune_training import Best, Training
+from train.memory import kept_memory
 from train.snapshots import link_tree
 from train.watch import read_log
 
@@ -113,7 +114,7 @@ def finetune(
     task = with_features(task, config)
     say: Report = report if processes.main else lambda line: None
     recipe, code = recipe_of(task, init, config, train, dev), code_of()
-    with contextlib.ExitStack() as stack:
+    with kept_memory(), contextlib.ExitStack() as stack:
         training = Training(task, init, out, config, train, dev, say, recipe, code, restart, processes, stack)
         best, metrics = training.run(more or {})
         if processes.main:

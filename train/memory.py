@@ -1,8 +1,8 @@
 """Memory that an update frees and the next one asks for again.
 
-glibc gives a freed block of more than a few megabytes back to the kernel. The tensors of an update are such blocks, and
-each page of the next update's is then a fault that zeroes it: in a small encoder on a CPU a tenth of the time. A
-training keeps what it has freed instead, up to its highest need, until it ends (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD).
+glibc gives a large block back to the kernel when it is freed, and each page of the next one is then a fault that zeroes
+it. An update on long texts has many such blocks: a training keeps what it has freed, up to its highest need, until it
+ends (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD).
 """
 
 import contextlib

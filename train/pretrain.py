@@ -29,6 +29,7 @@ from train.dataset import PretrainingDataset
 from train.distributed import Processes, device_name, join
 from train.flops import matrix_product_rate, training_flops
 from train.learner import Learner, Outcome, Progress
+from train.memory import kept_memory
 from train.model import count_parameters
 from train.objectives import OBJECTIVES, describe, evaluate
 from train.optim import pick_precision
@@ -119,7 +120,7 @@ def pretrain(
     has other settings or is another process's, CheckFailed when SKIPS_IN_A_ROW updates in a row or a held-out loss were
     not finite.
     """
-    with join() as processes, contextlib.ExitStack() as stack:
+    with join() as processes, kept_memory(), contextlib.ExitStack() as stack:
         return _Training(corpus_dir, out_dir, model_config, config, report, init, restart, processes, stack).run()
 
 
