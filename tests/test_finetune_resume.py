@@ -34,6 +34,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "units": ("value", {"evaluations": 3}),
 }
 
+# what is the same whatever a run has as its state
+ONE_CASE = pytest.mark.parametrize("case", ["best"], indirect=True)
+
 
 def config_of(case: str, **changes: Any) -> FinetuneConfig:
     settings = {"min_updates": STEPS, "epochs": 0.1, "batch_size": 4, "learning_rate": 1e-3, "precision": "fp32"}
@@ -131,6 +134,7 @@ def test_killed_at_random_steps_losses_and_weights_are_bitwise_the_same(
     assert left - {".features"} == {"run"}
 
 
+@ONE_CASE
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
 def test_asked_to_end_it_saves_where_it_is(
     number: int, code: int, case: str, init: Path, processes: Any, whole: Path, tmp_path: Path
@@ -147,6 +151,7 @@ def test_asked_to_end_it_saves_where_it_is(
     assert_same(out, whole)
 
 
+@pytest.mark.parametrize("case", ["best", "parts", "units"], indirect=True)
 @pytest.mark.parametrize("call", [1, 2])
 def test_an_evaluation_is_given_up_when_asked_to_end_and_made_again(
     call: int, case: str, init: Path, processes: Any, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,6 +186,7 @@ def test_an_evaluation_is_given_up_when_asked_to_end_and_made_again(
     assert_same(out, whole)
 
 
+@ONE_CASE
 def test_a_damaged_snapshot_is_passed_over_for_the_one_before(
     case: str, init: Path, processes: Any, whole: Path, tmp_path: Path
 ) -> None:
@@ -196,6 +202,7 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(
     assert_same(out, whole)
 
 
+@ONE_CASE
 def test_no_training_goes_on_from_anothers_snapshot(
     case: str, init: Path, processes: Any, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +228,7 @@ def test_no_training_goes_on_from_anothers_snapshot(
     assert_same(out, whole)
 
 
+@ONE_CASE
 def test_force_forgets_an_interrupted_training(
     case: str, init: Path, processes: Any, whole: Path, tmp_path: Path
 ) -> None:
@@ -232,6 +240,7 @@ def test_force_forgets_an_interrupted_training(
     assert_same(out, whole)
 
 
+@ONE_CASE
 def test_a_diverged_training_leaves_nothing_to_go_on_from(case: str, init: Path, tmp_path: Path) -> None:
     """It would diverge again; with a lower learning rate it begins anew at once."""
     out = tmp_path / "run"
@@ -241,7 +250,7 @@ def test_a_diverged_training_leaves_nothing_to_go_on_from(case: str, init: Path,
     train(case, init, out, config_of(case, min_updates=2))
 
 
-def test_a_large_snapshot_is_made_more_seldom(case: str, init: Path, tmp_path: Path) -> None:
+def test_a_large_snapshot_is_made_more_seldom() -> None:
     """At most a twentieth of the time goes into snapshots, however long one takes."""
     training = object.__new__(finetune_training.Training)
     training.config = FinetuneConfig()

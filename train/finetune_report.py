@@ -16,7 +16,7 @@ from bertship.next_steps import next_steps, task_file, where_to
 from bertship.report import Curve, Report
 from bertship.shell import place, shown, shown_places
 from bertship.tasks import Example, Task
-from bertship.tasks.base import Answers, nested
+from bertship.tasks.base import Answers, Judged, nested
 
 WORST = 25  # mistakes shown with their texts
 _BINS = 10
@@ -90,27 +90,32 @@ def training_command(task: Task, config: FinetuneConfig, inputs: Mapping[str, An
 
 def add_errors(page: Report, task: Task, examples: Sequence[Example], answers: Answers) -> None:
     """The kind's own tables, mistakes by the texts' length, calibration, and the worst mistakes."""
-    kind = task.behaviour
-    for heading, columns, rows in kind.tables(task, examples, answers):
+    for heading, columns, rows in task.behaviour.tables(task, examples, answers):
         page.table(heading, columns, rows)
-    judged = kind.judged(task, examples, answers)
+    judged = task.behaviour.judged(task, examples, answers)
     errors = np.array([found.error for found in judged])
+    _add_lengths(page, task, examples, errors)
+    _add_calibration(page, *task.behaviour.confidences(task, examples, answers))
+    if (errors > 0).any():
+        _add_worst(page, task, examples, judged, errors)
+
+
+def _add_lengths(page: Report, task: Task, examples: Sequence[Example], errors: np.ndarray) -> None:
     words = np.array([_words(task, example) for example in examples])
     edges = np.unique(np.quantile(words, np.linspace(0, 1, 6)).round())
+    scored = task.behaviour.loss == "mean_squared_error"  # a number is never without any error
     rows = []
-    scored = kind.loss == "mean_squared_error"  # a number is never without any error
     for low, high in itertools.pairwise([*(edges[:-1] if len(edges) > 1 else edges), edges[-1] + 1]):
         chosen = (words >= low) & (words < high)
         if chosen.any():
             found = errors[chosen] if scored else errors[chosen] == 0
             span = f"{low:.0f}" if high == low + 1 else f"{low:.0f} to {high - 1:.0f}"
             rows.append((span, int(chosen.sum()), float(found.mean())))
-    page.table(
-        "By the texts' length",
-        ("words", "examples", "mean absolute error" if scored else "share without any error"),
-        rows,
-    )
-    scores, right = kind.confidences(task, examples, answers)
+    measure = "mean absolute error" if scored else "share without any error"
+    page.table("By the texts' length", ("words", "examples", measure), rows)
+
+
+def _add_calibration(page: Report, scores: np.ndarray, right: np.ndarray) -> None:
     if len(scores):
         page.table(
             "Calibration",
@@ -118,22 +123,24 @@ def add_errors(page: Report, task: Task, examples: Sequence[Example], answers: A
             _bins(scores, right),
             f"Expected calibration error {calibration_error(scores, right):.4f} over {_BINS} bins of equal width.",
         )
-    if not (errors > 0).any():
-        return
-    worst = sorted(range(len(judged)), key=lambda i: -errors[i])[:WORST]
+
+
+def _add_worst(
+    page: Report, task: Task, examples: Sequence[Example], judged: Sequence[Judged], errors: np.ndarray
+) -> None:
+    wrong = [i for i in np.argsort(-errors, kind="stable").tolist() if errors[i] > 0]
     page.table(
-        f"The worst of {int((errors > 0).sum()):,} mistakes",
+        f"The worst of {len(wrong):,} mistakes",
         ("where", "text", "wanted", "answered", "probability"),
         [
             (
                 examples[i].where.rpartition("/")[2],
-                _short(" ¦ ".join(t for name in kind.inputs for t in nested(examples[i].columns[name]))),
+                _short(" ¦ ".join(t for name in task.behaviour.inputs for t in nested(examples[i].columns[name]))),
                 _short(judged[i].gold),
                 _short(judged[i].predicted),
                 "" if judged[i].score is None else float(judged[i].score or 0),
             )
-            for i in worst
-            if errors[i] > 0
+            for i in wrong[:WORST]
         ],
     )
 
