@@ -10,9 +10,11 @@ import ctypes
 import os
 from collections.abc import Iterator
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h's names of the two settings
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # the settings' numbers in malloc.h
 _NEVER, _NONE = -1, 0
-_USUAL_TRIM_BYTES, _USUAL_MMAPS = 128 << 10, 65_536  # glibc's own
+# glibc's own count, and the thresholds to which it raises its own while blocks of some size come and go: once one was
+# set it raises them no more
+_USUAL = {_MMAP_MAX: 65_536, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
 _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -31,6 +33,6 @@ def kept_memory() -> Iterator[None]:
     try:
         yield
     finally:
-        libc.mallopt(_MMAP_MAX, _USUAL_MMAPS)
-        libc.mallopt(_TRIM_THRESHOLD, _USUAL_TRIM_BYTES)
+        for setting, value in _USUAL.items():
+            libc.mallopt(setting, value)
         libc.malloc_trim(0)
