@@ -10,7 +10,8 @@ like length together. Each run is a process of its own and its training alone is
 dev split is thinned to every fifth question, and it is run with the first seed alone. Results, with machine and
 versions, go to FILE as JSON lines, a line a run as soon as it ends, and a table to stdout. Runs that FILE already has
 from a processor with the same instructions, of the same code where they are ours, are not made again: it can be run in
-pieces, as `--sets cola --seeds 42`, and stopped at any time.
+pieces, as `--sets cola --seeds 42`, and stopped at any time. `--since` leaves out runs of another day, when it may have
+been a faster machine.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,10 @@ def main() -> None:
     known = [
         r
         for r in made
-        if wanted.items() <= r.items() and r["code"] in ("", code) and r["machine"]["instructions"] == here
+        if wanted.items() <= r.items()
+        and r["code"] in ("", code)
+        and r["machine"]["instructions"] == here
+        and r["when"] >= arguments.since
     ]
     for name in names:
         for seed in seeds[:1] if name in ONE_SEED else seeds:
@@ -87,6 +92,14 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _utc(text: str) -> str:
+    """A time as the results spell it."""
+    try:
+        return f"{datetime.fromisoformat(text):%Y-%m-%dT%H:%M:%SZ}"
+    except ValueError:
+        sys.exit(f"--since {text!r}: a time such as 2026-12-31T08:00 is needed, in UTC")
+
+
 def _code() -> str:
     """What our runs depend on: those of other code are no results of this one."""
     from train.finetune import code_of
@@ -103,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", default="42,43,44", help="each a run of every side")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=int, default=0, help="examples of each split: a trial of the script, no result")
+    parser.add_argument(
+        "--since", type=_utc, default="", metavar="TIME", help="runs made before this time in UTC do not count"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/finetuning.jsonl"))
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=42, help=argparse.SUPPRESS)

@@ -36,6 +36,10 @@ def test_every_side_runs_once_and_what_is_done_is_kept(data: Path, warm_start: P
         assert result["machine"]["instructions"] == machine.instructions()
     assert [bool(result["code"]) for result in found] == [True, False, False]
     assert done.stdout.splitlines()[-1].startswith("| sst2 | accuracy | ")
+    again = run(*common, "--sides", "best", "--since", found[-1]["when"][:-1])
+    assert len(read_results(out)) == 3, again.stderr
+    later = run(*common, "--sides", "best", "--since", "9999-12-31")
+    assert [r["side"] for r in read_results(out)] == [*SIDES, "best"], later.stderr
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,7 @@ def test_every_side_runs_once_and_what_is_done_is_kept(data: Path, warm_start: P
         (("--sets", "cola,x"), "unknown set 'x'; sets are sst2, cola"),
         (("--sides", "theirs"), "unknown side 'theirs'; sides are ours, recipe, best"),
         (("--seeds", "3x"), "--seeds '3x': whole numbers"),
+        (("--since", "noon"), "--since 'noon': a time such as 2026-12-31T08:00"),
     ],
 )
 def test_a_typo_is_said_before_anything_runs(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
