@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=int, default=0, help="examples of each split: a trial of the script, no result")
     parser.add_argument(
-        "--since", type=_utc, default="1970-01-01", metavar="TIME", help="runs made before this time in UTC do not count"
+        "--since", type=_utc, default="1970-01-01", metavar="TIME", help="earlier runs do not count (UTC)"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/finetuning.jsonl"))
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
